@@ -175,7 +175,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         published = read_published(checkpoint, chosen)
         with naming(folder):
             contents = in_model(model, published, names)
-            weights = weights_of(model, contents.layers, contents.experts)
+            weights = weights_of(model, *(_of_class(model, states) for states in (contents.layers, contents.experts)))
             _check_known(weights, contents.tensors)
         tensors = contents.tensors
         self.expected = model._keys_to_ignore_on_load_unexpected
@@ -188,7 +188,8 @@ class Fp4CompileQuantizer(HfQuantizer):
             shell.__dict__.update({name: storable(tensor).to(device) for name, tensor in found.items()})
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
-            ignored |= {pattern for name in weight.names for pattern in _published_as(name, weight.experts is not None)}
+            experts, base = weight.experts is not None, model.base_model_prefix
+            ignored |= {pattern for name in weight.names for pattern in _published_as(name, experts, base)}
         model._keys_to_ignore_on_load_unexpected = ignored
 
     def _await_weights(self, model: Any) -> None:
@@ -334,10 +335,11 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
     own = {name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())}
     places = {name: {name, name.removeprefix(prefix), f"{prefix}{name}"} for name in states}
     has_any = any(names & own for names in places.values())
+    is_base = has_any and bool(base) and not hasattr(model, base)
     found = {}
     for name, state in states.items():
         names = places[name]
-        in_head = has_head and not name.startswith(prefix)
+        in_head = (has_head and not name.startswith(prefix)) or (is_base and "." not in name)
         left_out = in_head or any(pattern.search(name) for pattern in unused) or any(_is_none(model, n) for n in names)
         left_out |= has_any and own.isdisjoint(n.rpartition(".")[0] for n in names)
         if names & own or not left_out:
@@ -399,11 +401,16 @@ def _check_known(weights: list[Weight], tensors: Iterable[str]) -> None:
             raise ValueError(f"the model has no {name!r}")
 
 
-def _published_as(name: str, experts: bool) -> list[str]:
-    """Patterns of the names of a weight's tensors in checkpoints, where experts are in one tensor or separate."""
+def _published_as(name: str, experts: bool, base: str) -> list[str]:
+    """Patterns of the names of a weight's tensors in checkpoints, where experts are in one tensor or separate.
+
+    base: the base's name, which the checkpoint may have before the model's names, or may lack.
+    """
+    start = rf"^({re.escape(base)}\.)?"
+    name = name.removeprefix(f"{base}.")
     if not experts:
-        return [rf"^{re.escape(name)}\.(?!bias$)"]
-    return [rf"^{re.escape(name)}(_|$)", rf"^{re.escape(name.rpartition('.')[0])}\.\d+\."]
+        return [rf"{start}{re.escape(name)}\.(?!bias$)"]
+    return [rf"{start}{re.escape(name)}(_|$)", rf"{start}{re.escape(name.rpartition('.')[0])}\.\d+\."]
 
 
 def _device_of(name: str, device_map: Any) -> Any:

@@ -1,6 +1,8 @@
 """Transformers models inside other modules, and models that share a configuration, save and load with equal bits."""
 
 import json
+import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -116,6 +118,38 @@ def test_a_model_with_fewer_layers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(bert(64).config.to_dict() | {"quantization_config": made}))
     with pytest.raises(ValueError, match="the model has no layer 'model.layers.0"):
         transformers.BertModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("layout, recipe", [("compressed-tensors", "mxfp8"), ("fp8", "float8_block")])
+def test_published_checkpoints_of_other_classes(layout, recipe, tmp_path, caplog):
+    """They are read like those that save_pretrained writes, and transformers reports no layer that was read."""
+    model = llama(llama_config(num_hidden_layers=2))
+    fp4compile.pack_(model, fp4compile.Recipe.from_dict({"recipe": recipe, "skip_lm_head": False}))
+    fp4compile.export_packed(model, tmp_path / "whole", layout)
+    fp4compile.export_packed(model.model, tmp_path / "base", layout)
+    order = {"quant_method": "fp4compile"}
+    with propagated("transformers"), caplog.at_level("WARNING"):
+        base = transformers.LlamaModel.from_pretrained(tmp_path / "whole", quantization_config=order)
+        whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=order)
+        other = transformers.LlamaForSequenceClassification.from_pretrained(
+            tmp_path / "whole", quantization_config=order
+        )
+    assert all(torch.equal(out(one), out(model.model)) for one in (base, whole.model, other.model))
+    assert "lm_head.weight" in caplog.text and "layers" not in caplog.text
+    small = type(model).from_pretrained(tmp_path / "whole", quantization_config=order, num_hidden_layers=1)
+    model.model.layers = model.model.layers[:1]
+    assert torch.equal(out(small), out(model))
+
+
+@contextmanager
+def propagated(name):
+    """The records of a library's logger reach pytest's."""
+    logger = logging.getLogger(name)
+    before, logger.propagate = logger.propagate, True
+    try:
+        yield
+    finally:
+        logger.propagate = before
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0"])
