@@ -121,8 +121,12 @@ class _ExportedLayer:
 def _layers(
     packed: dict[str, PackedWeight], layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
 ) -> dict[str, _ExportedLayer]:
-    """The layers to write, by name: packed layers, and the layers of each expert."""
+    """The layers to write, by name: packed layers, and the layers of each expert.
+
+    A layer with two names is written under both: readers look for each name, and files hold no tensor twice.
+    """
     found: dict[str, _ExportedLayer] = {}
+    written: set[int] = set()
     for name, module in packed.items():
         if module.in_first:
             raise ValueError(f"model: {name!r} has its weight as [in, out], which these layouts do not hold")
@@ -130,7 +134,9 @@ def _layers(
         for buffer, suffix in layout.tensor_names(scheme).items():
             for layer, part in _parts(module, name, names, _buffer(module, name, buffer, state)):
                 stored = _stored(layout, scheme, buffer, part, module.in_features)
+                stored = stored.clone() if id(module) in written else stored
                 found.setdefault(layer, _ExportedLayer(scheme, {})).tensors[suffix] = stored
+        written.add(id(module))
     return found
 
 
