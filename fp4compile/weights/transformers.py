@@ -530,7 +530,9 @@ def attach(model: nn.Module) -> None:
                 _own_config(model, one.config)
             one.config.quantization_config = config
             inside.update(one.modules())
-        if isinstance(ties := one._tied_weights_keys, dict):  # `tie_weights` would assign the weight of a packed head
+        ties = one._tied_weights_keys
+        if isinstance(ties, dict) and any(module_name(name) in config.layers for name in ties):
+            # `tie_weights` would assign the weight of a packed head. A class may compute its ties (Deimv2).
             one._tied_weights_keys = {name: to for name, to in ties.items() if module_name(name) not in config.layers}
         one.hf_quantizer = Fp4CompileQuantizer(config, pre_quantized=True)
 

@@ -120,6 +120,19 @@ def test_a_model_that_initialises_layers_by_their_sizes(tmp_path):
     same(transformers.Wav2Vec2Model.from_pretrained(tmp_path), packed)
 
 
+def test_a_class_that_computes_its_ties(tmp_path):
+    """A property, as in Deimv2: packed layers that are in no tie leave it as it is."""
+
+    class Computed(transformers.LlamaForCausalLM):
+        _tied_weights_keys = property(lambda self: {"lm_head.weight": "model.embed_tokens.weight"})
+
+    model = Computed(transformers.LlamaConfig(**SIZES)).eval()
+    fp4compile.pack_(model, "nvfp4")
+    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
+    model.save_pretrained(tmp_path)
+    same(Computed.from_pretrained(tmp_path), model)
+
+
 @pytest.mark.parametrize("head", ["llama", "t5"])
 def test_a_packed_head_is_tied_no_more(head, tmp_path):
     torch.manual_seed(0)
