@@ -207,7 +207,8 @@ def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
     nn.Module.__init__(layer)
     if isinstance(layer, nn.Linear):
         layer.in_features, layer.out_features = packed.in_features, packed.out_features
-    layer.weight, layer.bias = nn.Parameter(packed.dequantised(), requires_grad), packed.bias
+    layer.weight = nn.Parameter(packed.dequantised(), requires_grad)
+    layer.register_parameter("bias", packed.bias)  # assigned, None would be an attribute, which no packed layer keeps
     layer.__dict__.update({name: getattr(packed, name) for name in _KEPT_HOOKS})
     layer.__dict__.update({name: value for name, value in vars(packed).items() if name not in _OWN})
     return layer.train(packed.training)

@@ -164,7 +164,12 @@ def test_dequantize_makes_a_plain_model_of_the_same_weights(make, tmp_path):
         own = plain.get_parameter(name.removesuffix("_packed") if of_experts else f"{name}.weight")
         assert torch.equal(own, values), name
     plain.save_pretrained(tmp_path)
-    same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), plain)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    same(again, plain)
+    for model in (plain, again):
+        fp4compile.pack_(model, "mxfp8")
+    same(again, plain)
+    assert expected.keys() == {name for name, one in plain.named_modules() if isinstance(one, PackedWeight)}
 
 
 def test_a_recipes_fields_beside_its_name_are_refused(tmp_path):
