@@ -288,8 +288,8 @@ def _attributes(linear: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(linear).items() if name not in standard}
 
 
-# The attributes of every packed layer.
-_OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(BUFFERS)
+# The attributes of packed layers. Copies have the static scale's tensor, too, and layers that have run may have it.
+_OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | {*BUFFERS, "_static"}
 
 
 # ---------------------------------------------------------------- torch's transformer encoders
