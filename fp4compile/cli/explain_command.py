@@ -137,7 +137,8 @@ def _of_config(path: Path, tokens: int) -> ModelCall:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from error
     with torch.device("meta"):
         model = _class_of(transformers, config)(config).eval().bfloat16()
-        return model, (), _arguments(model, config, tokens)
+        compares = type(config) in transformers.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING
+        return model, (), _arguments(model, config, tokens, "texts and images" if compares else None)
 
 
 def _class_of(transformers: Any, config: Any) -> Callable[[Any], torch.nn.Module]:
@@ -149,17 +150,18 @@ def _class_of(transformers: Any, config: Any) -> Callable[[Any], torch.nn.Module
     return (transformers.AutoModelForCausalLM if decoder else transformers.AutoModel).from_config
 
 
-def _arguments(model: Any, config: Any, tokens: int) -> dict[str, torch.Tensor]:
-    """Arguments for one call: tokens, or one image."""
-    if model.main_input_name == "input_ids":
+def _arguments(model: Any, config: Any, tokens: int, others: str | None) -> dict[str, torch.Tensor]:
+    """Arguments for one call: tokens, or one image. others: what the model takes if it is neither of these alone."""
+    if others is None and model.main_input_name == "input_ids":
         sequence = torch.zeros(1, tokens, dtype=torch.long)
         names = ("input_ids", *(("decoder_input_ids",) if config.is_encoder_decoder else ()))
         return dict.fromkeys(names, sequence)
     size = getattr(config, "image_size", None)
-    if model.main_input_name == "pixel_values" and size is not None:
+    if others is None and model.main_input_name == "pixel_values" and size is not None:
         height, width = (size, size) if isinstance(size, int) else size
         return {"pixel_values": torch.zeros(1, config.num_channels, height, width, dtype=torch.bfloat16)}
+    needs = others or repr(model.main_input_name)
     raise argparse.ArgumentTypeError(
-        f"{type(model).__name__} takes {model.main_input_name!r}, whose size is unknown here: give a function "
+        f"{type(model).__name__} takes {needs}, whose size is unknown here: give a function "
         "(package.module:function) that returns the model and its arguments"
     )

@@ -83,10 +83,23 @@ def export_packed(
         for name, layer in layers.items():
             tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
         configs = _CONFIGURATIONS[layout]({name: layer.scheme for name, layer in layers.items()}, left)
-    own: Any = getattr(model, "config", None)
-    described = own.to_dict() if hasattr(own, "to_dict") else {}
-    configs[CONFIG] = described | {"quantization_config": configs[CONFIG]}
+    configs[CONFIG] = _described(model) | {"quantization_config": configs[CONFIG]}
     write_checkpoint(Path(path), Checkpoint(Path(path), tensors, configs), max_shard_size)
+
+
+def _described(model: Any) -> dict[str, Any]:
+    """The configuration of a transformers model as its `save_pretrained` writes it; of another model, {}.
+
+    A model may have been cast, or made from a configuration alone, since its configuration was read. Engines take the
+    dtype of activations and the class of the model from it.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    described: dict[str, Any] = config.to_dict()
+    if hasattr(model, "save_pretrained") and isinstance(getattr(model, "dtype", None), torch.dtype):
+        described |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    return described
 
 
 def _check_names(model: nn.Module) -> None:
@@ -108,8 +121,12 @@ class _ExportedLayer:
 def _layers(
     packed: dict[str, PackedWeight], layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
 ) -> dict[str, _ExportedLayer]:
-    """The layers to write, by name: packed layers, and the layers of each expert."""
+    """The layers to write, by name: packed layers, and the layers of each expert.
+
+    A layer with two names is written under both: readers look for each name, and files hold no tensor twice.
+    """
     found: dict[str, _ExportedLayer] = {}
+    written: set[int] = set()
     for name, module in packed.items():
         if module.in_first:
             raise ValueError(f"model: {name!r} has its weight as [in, out], which these layouts do not hold")
@@ -117,7 +134,9 @@ def _layers(
         for buffer, suffix in layout.tensor_names(scheme).items():
             for layer, part in _parts(module, name, names, _buffer(module, name, buffer, state)):
                 stored = _stored(layout, scheme, buffer, part, module.in_features)
+                stored = stored.clone() if id(module) in written else stored
                 found.setdefault(layer, _ExportedLayer(scheme, {})).tensors[suffix] = stored
+        written.add(id(module))
     return found
 
 

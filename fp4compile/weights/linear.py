@@ -207,7 +207,8 @@ def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
     nn.Module.__init__(layer)
     if isinstance(layer, nn.Linear):
         layer.in_features, layer.out_features = packed.in_features, packed.out_features
-    layer.weight, layer.bias = nn.Parameter(packed.dequantised(), requires_grad), packed.bias
+    layer.weight = nn.Parameter(packed.dequantised(), requires_grad)
+    layer.register_parameter("bias", packed.bias)  # assigned, None would be an attribute, which no packed layer keeps
     layer.__dict__.update({name: getattr(packed, name) for name in _KEPT_HOOKS})
     layer.__dict__.update({name: value for name, value in vars(packed).items() if name not in _OWN})
     return layer.train(packed.training)
@@ -287,8 +288,8 @@ def _attributes(linear: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(linear).items() if name not in standard}
 
 
-# The attributes of every packed layer.
-_OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(BUFFERS)
+# The attributes of packed layers. Copies have the static scale's tensor, too, and layers that have run may have it.
+_OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | {*BUFFERS, "_static"}
 
 
 # ---------------------------------------------------------------- torch's transformer encoders

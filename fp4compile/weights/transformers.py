@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, apply_converters
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -174,7 +175,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         published = read_published(checkpoint, chosen)
         with naming(folder):
             contents = in_model(model, published, names)
-            weights = weights_of(model, contents.layers, contents.experts)
+            weights = weights_of(model, *(_of_class(model, states) for states in (contents.layers, contents.experts)))
             _check_known(weights, contents.tensors)
         tensors = contents.tensors
         self.expected = model._keys_to_ignore_on_load_unexpected
@@ -187,7 +188,8 @@ class Fp4CompileQuantizer(HfQuantizer):
             shell.__dict__.update({name: storable(tensor).to(device) for name, tensor in found.items()})
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
-            ignored |= {pattern for name in weight.names for pattern in _published_as(name, weight.experts is not None)}
+            experts, base = weight.experts is not None, model.base_model_prefix
+            ignored |= {pattern for name in weight.names for pattern in _published_as(name, experts, base)}
         model._keys_to_ignore_on_load_unexpected = ignored
 
     def _await_weights(self, model: Any) -> None:
@@ -296,6 +298,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.quantization_config.__dict__.update(vars(config_of(model)))
         model.config.quantization_config = self.quantization_config
         state = {name: tensor for name, tensor in model.state_dict().items() if not is_extra_state(name)}
+        _spare_packed(model, [name for name in state if name.rpartition(".")[2] in BUFFERS])
         return {name: storable(tensor.detach()) for name, tensor in state.items()}, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> nn.Module:
@@ -321,18 +324,24 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
 
     A checkpoint may be of a class with a head and the model the base of it, or the other way round: names in the base
     then begin after a prefix. A base, and a class with another head, have no weights of the head, and a class may leave
-    out others: it names them, or has None in their place. transformers treats the tensors of the checkpoint alike.
+    out others: it names them, has None in their place, or lacks the module that holds them, such as a decoder that is
+    read without its encoder. transformers treats the tensors of the checkpoint alike, and reports those that it leaves.
+    Where a class has none of the weights, none of them is left out.
     """
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}."
     has_head = bool(base) and any(name.startswith(prefix) for name in states)
     unused = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     own = {name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())}
+    places = {name: {name, name.removeprefix(prefix), f"{prefix}{name}"} for name in states}
+    has_any = any(names & own for names in places.values())
+    is_base = has_any and bool(base) and not hasattr(model, base)
     found = {}
     for name, state in states.items():
-        names = {name, name.removeprefix(prefix), f"{prefix}{name}"}
-        in_head = has_head and not name.startswith(prefix)
+        names = places[name]
+        in_head = (has_head and not name.startswith(prefix)) or (is_base and "." not in name)
         left_out = in_head or any(pattern.search(name) for pattern in unused) or any(_is_none(model, n) for n in names)
+        left_out |= has_any and own.isdisjoint(n.rpartition(".")[0] for n in names)
         if names & own or not left_out:
             found[min(names & own, default=name)] = state
     return found
@@ -392,11 +401,16 @@ def _check_known(weights: list[Weight], tensors: Iterable[str]) -> None:
             raise ValueError(f"the model has no {name!r}")
 
 
-def _published_as(name: str, experts: bool) -> list[str]:
-    """Patterns of the names of a weight's tensors in checkpoints, where experts are in one tensor or separate."""
+def _published_as(name: str, experts: bool, base: str) -> list[str]:
+    """Patterns of the names of a weight's tensors in checkpoints, where experts are in one tensor or separate.
+
+    base: the base's name, which the checkpoint may have before the model's names, or may lack.
+    """
+    start = rf"^({re.escape(base)}\.)?"
+    name = name.removeprefix(f"{base}.")
     if not experts:
-        return [rf"^{re.escape(name)}\.(?!bias$)"]
-    return [rf"^{re.escape(name)}(_|$)", rf"^{re.escape(name.rpartition('.')[0])}\.\d+\."]
+        return [rf"{start}{re.escape(name)}\.(?!bias$)"]
+    return [rf"{start}{re.escape(name)}(_|$)", rf"{start}{re.escape(name.rpartition('.')[0])}\.\d+\."]
 
 
 def _device_of(name: str, device_map: Any) -> Any:
@@ -440,6 +454,50 @@ class _Pack(ConversionOps):
             self.quantizer.unread.pop(name)
 
 
+class _Sparing(WeightConverter):
+    """A conversion of a model's weights that leaves the layers of a checkpoint of which one is packed as they are.
+
+    spared: the names of such layers in the checkpoint.
+    """
+
+    __slots__ = ("spared",)
+
+    def copy(self, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> WeightConverter:
+        made = super().copy(source_patterns, target_patterns, **kwargs)
+        made.spared = self.spared
+        return made
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        renamed, pattern = super().rename_source_key(source_key)
+        return (source_key, None) if renamed.rpartition(".")[0] in self.spared else (renamed, pattern)
+
+
+def _spare_packed(model: Any, names: list[str]) -> None:
+    """Let `save_pretrained` write packed tensors by the model's own names, instead of converting them like weights.
+
+    For some classes it concatenates the weights of q, k and v into one, by patterns that packed tensors match, too
+    (NomicBert's `Wqkv`). Those of three layers are not those of one: there are global scales, other formats, and layers
+    that are not packed. from_pretrained converts no tensor that has the model's name.
+    """
+    found = getattr(model, "_weight_conversions", None)
+    if found is None:  # as transformers does for a model that was not loaded
+        made = get_model_conversion_mapping(model, add_legacy=False)
+        found = [one for one in made if not isinstance(one, PrefixChange)]
+    reverse = [one.reverse_transform() for one in reversed(found) if isinstance(one, WeightConverter)]
+    matched = [renamed for renamed, pattern in (apply_converters(name, reverse) for name in names) if pattern]
+    if not matched:
+        return
+    model._weight_conversions = kept = []
+    for one in found:
+        if isinstance(one, WeightConverter):
+            sources, targets = one._original_source_patterns, one._original_target_patterns
+            sparing = _Sparing(sources.copy(), targets.copy(), one.operations, one.force_cpu)
+            sparing.scope_prefix, sparing.base_model_prefix = one.scope_prefix, one.base_model_prefix
+            sparing.spared = {name.rpartition(".")[0] for name in matched} | getattr(one, "spared", set())
+            one = sparing
+        kept.append(one)
+
+
 def _mark_initialised(model: nn.Module, weight: Weight, missing: set[str]) -> None:
     """Mark a packed weight's module as initialised: otherwise transformers would read the weight to initialise it."""
     module, _ = weight.slot(model)
@@ -472,7 +530,9 @@ def attach(model: nn.Module) -> None:
                 _own_config(model, one.config)
             one.config.quantization_config = config
             inside.update(one.modules())
-        if isinstance(ties := one._tied_weights_keys, dict):  # `tie_weights` would assign the weight of a packed head
+        ties = one._tied_weights_keys
+        if isinstance(ties, dict) and any(module_name(name) in config.layers for name in ties):
+            # `tie_weights` would assign the weight of a packed head. A class may compute its ties (Deimv2).
             one._tied_weights_keys = {name: to for name, to in ties.items() if module_name(name) not in config.layers}
         one.hf_quantizer = Fp4CompileQuantizer(config, pre_quantized=True)
 

@@ -89,6 +89,7 @@ def test_a_function_gives_a_model_and_its_arguments(function, rows, tmp_path, mo
     (["json:__name__"], "'json:__name__': expected a function that returns a model, got an object of str"),
     (["factories:MODEL"], "'factories:MODEL': expected a function that returns a model, got an object of Linear"),
     (["speech"], "WhisperModel takes 'input_features', whose size is unknown here: give a function"),
+    (["pairs"], "CLIPModel takes texts and images, whose size is unknown here: give a function"),
     (["folder", "--gpu", "b20"], "unknown GPU 'b20'. Did you mean 'B200'?"),
     (["folder", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
     (["folder", "--tokens", "0"], "expected a positive whole number"),
@@ -101,6 +102,8 @@ def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "factories.py").write_text(FACTORIES.replace("\n    ", "\n"))
     (tmp_path / "folder").mkdir()
     transformers.WhisperConfig(encoder_layers=1, decoder_layers=1).save_pretrained(tmp_path / "speech")
+    one = {"num_hidden_layers": 1}
+    transformers.CLIPConfig(text_config=one, vision_config=one).save_pretrained(tmp_path / "pairs")
     with pytest.raises(SystemExit, match="2"):
         main(["explain", *arguments])
     assert message in capsys.readouterr().err

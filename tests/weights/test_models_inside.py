@@ -1,9 +1,12 @@
 """Transformers models inside other modules, and models that share a configuration, save and load with equal bits."""
 
 import json
+import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import fp4compile
@@ -56,6 +59,14 @@ def t5():
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
+def whisper():
+    torch.manual_seed(0)
+    sizes = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in SIZES.items()}
+    config = transformers.WhisperConfig(vocab_size=64, d_model=64, pad_token_id=0, **sizes)
+    return transformers.WhisperForConditionalGeneration(config).eval()
+
+
+SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 96}
 # A model of another class than the one that was saved, and the saved model's part that equals it.
 OTHER_CLASSES = {
     "the base of a model": (llama, transformers.LlamaModel, lambda model: model, lambda model: model.model),
@@ -73,6 +84,9 @@ OTHER_CLASSES = {
         lambda: transformers.BertForMaskedLM(bert(64).config).eval(), transformers.BertForTokenClassification,
         lambda model: model.bert, lambda model: model.bert,
     ),
+    "a decoder without its encoder": (
+        whisper, transformers.WhisperForCausalLM, lambda model: model.model.decoder, lambda model: model.model.decoder,
+    ),
     "a part that the class leaves out": (
         t5, transformers.T5EncoderModel, lambda model: model, lambda model: model.encoder,
     ),
@@ -89,6 +103,53 @@ def test_models_of_other_classes(made, kind, part, saved_part, tmp_path):
     assert torch.equal(out(part(again)), out(saved_part(model)))
     packed = [type(module) for module in part(again).modules() if isinstance(module, PackedLinear)]
     assert packed and len(packed) == sum(isinstance(module, PackedLinear) for module in saved_part(model).modules())
+
+
+def test_a_model_with_fewer_layers(tmp_path):
+    """As of an unpacked checkpoint, transformers leaves the others; a class that has none of the layers is refused."""
+    model = llama(llama_config(num_hidden_layers=2))
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, num_hidden_layers=1)
+    assert sum(isinstance(module, PackedLinear) for module in again.modules()) == 7
+    made = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    model.model.layers = model.model.layers[:1]
+    assert torch.equal(out(again), out(model))
+    (tmp_path / "config.json").write_text(json.dumps(bert(64).config.to_dict() | {"quantization_config": made}))
+    with pytest.raises(ValueError, match="the model has no layer 'model.layers.0"):
+        transformers.BertModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("layout, recipe", [("compressed-tensors", "mxfp8"), ("fp8", "float8_block")])
+def test_published_checkpoints_of_other_classes(layout, recipe, tmp_path, caplog):
+    """They are read like those that save_pretrained writes, and transformers reports no layer that was read."""
+    model = llama(llama_config(num_hidden_layers=2))
+    fp4compile.pack_(model, fp4compile.Recipe.from_dict({"recipe": recipe, "skip_lm_head": False}))
+    fp4compile.export_packed(model, tmp_path / "whole", layout)
+    fp4compile.export_packed(model.model, tmp_path / "base", layout)
+    order = {"quant_method": "fp4compile"}
+    with propagated("transformers"), caplog.at_level("WARNING"):
+        base = transformers.LlamaModel.from_pretrained(tmp_path / "whole", quantization_config=order)
+        whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=order)
+        other = transformers.LlamaForSequenceClassification.from_pretrained(
+            tmp_path / "whole", quantization_config=order
+        )
+    assert all(torch.equal(out(one), out(model.model)) for one in (base, whole.model, other.model))
+    assert "lm_head.weight" in caplog.text and "layers" not in caplog.text
+    small = type(model).from_pretrained(tmp_path / "whole", quantization_config=order, num_hidden_layers=1)
+    model.model.layers = model.model.layers[:1]
+    assert torch.equal(out(small), out(model))
+
+
+@contextmanager
+def propagated(name):
+    """The records of a library's logger reach pytest's."""
+    logger = logging.getLogger(name)
+    before, logger.propagate = logger.propagate, True
+    try:
+        yield
+    finally:
+        logger.propagate = before
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0"])
@@ -166,3 +227,35 @@ def test_sentence_transformers(tmp_path):
     assert config["quantization_config"]["quant_method"] == "fp4compile"
     again = library.SentenceTransformer(str(tmp_path / "packed"), device="cpu")
     assert (again.encode(sentences) == expected).all()
+
+
+def gte():
+    """A model whose checkpoint has q, k and v as one weight, which transformers splits into three layers."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.GteModel(transformers.GteConfig(**sizes, intermediate_size=96)).eval()
+
+
+@pytest.mark.parametrize("rules", [[], [["*q_proj", "skip"]]])
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "mxfp8"])  # codes with a global scale, and without
+def test_packed_layers_whose_weights_are_one_in_checkpoints(rules, recipe, tmp_path):
+    """They stay three, also where one is not packed; the second save is of a model that was loaded."""
+    model, order = gte(), {"recipe": recipe, "rules": rules}
+    model.save_pretrained(tmp_path / "plain")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert any("qkv_proj.weight" in name for name in plain) and not any("q_proj" in name for name in plain)
+    fp4compile.pack_(model, fp4compile.Recipe.from_dict(order))
+    order = {"quant_method": "fp4compile", "recipe": order}
+    read = transformers.GteModel.from_pretrained(tmp_path / "plain", quantization_config=order)
+    for i, one in enumerate((model, read)):
+        one.save_pretrained(tmp_path / str(i))
+        again = transformers.GteModel.from_pretrained(tmp_path / str(i))
+        assert sum(isinstance(module, PackedLinear) for module in again.modules()) == 7 - len(rules)
+        assert torch.equal(out(again), out(model))
+    half = gte()
+    fp4compile.pack_(half.layers[0].self_attn, recipe)
+    half.save_pretrained(tmp_path / "half")
+    fp4compile.pack_(half, recipe)
+    half.save_pretrained(tmp_path / "whole")
+    again = transformers.GteModel.from_pretrained(tmp_path / "whole")
+    assert torch.equal(out(again), out(half))

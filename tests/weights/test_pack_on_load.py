@@ -1,5 +1,6 @@
 """`from_pretrained` packs a checkpoint in high precision while it reads it."""
 
+import copy
 import functools
 import gc
 
@@ -120,6 +121,19 @@ def test_a_model_that_initialises_layers_by_their_sizes(tmp_path):
     same(transformers.Wav2Vec2Model.from_pretrained(tmp_path), packed)
 
 
+def test_a_class_that_computes_its_ties(tmp_path):
+    """A property, as in Deimv2: packed layers that are in no tie leave it as it is."""
+
+    class Computed(transformers.LlamaForCausalLM):
+        _tied_weights_keys = property(lambda self: {"lm_head.weight": "model.embed_tokens.weight"})
+
+    model = Computed(transformers.LlamaConfig(**SIZES)).eval()
+    fp4compile.pack_(model, "nvfp4")
+    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
+    model.save_pretrained(tmp_path)
+    same(Computed.from_pretrained(tmp_path), model)
+
+
 @pytest.mark.parametrize("head", ["llama", "t5"])
 def test_a_packed_head_is_tied_no_more(head, tmp_path):
     torch.manual_seed(0)
@@ -143,7 +157,7 @@ def test_dequantize_makes_a_plain_model_of_the_same_weights(make, tmp_path):
     packed = make()
     fp4compile.pack_(packed, "nvfp4_weight_only")
     expected = {name: one.dequantised() for name, one in packed.named_modules() if isinstance(one, PackedWeight)}
-    plain = packed.dequantize()
+    plain = copy.deepcopy(packed).dequantize()  # a copy has attributes of packed layers that a new one lacks
     assert not any(isinstance(module, PackedWeight) for module in plain.modules())
     assert all(parameter.requires_grad for parameter in plain.parameters())
     for name, values in expected.items():
@@ -151,7 +165,12 @@ def test_dequantize_makes_a_plain_model_of_the_same_weights(make, tmp_path):
         own = plain.get_parameter(name.removesuffix("_packed") if of_experts else f"{name}.weight")
         assert torch.equal(own, values), name
     plain.save_pretrained(tmp_path)
-    same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), plain)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    same(again, plain)
+    for model in (plain, again):
+        fp4compile.pack_(model, "mxfp8")
+    same(again, plain)
+    assert expected.keys() == {name for name, one in plain.named_modules() if isinstance(one, PackedWeight)}
 
 
 def test_a_recipes_fields_beside_its_name_are_refused(tmp_path):

@@ -131,6 +131,23 @@ def test_tied_weights_are_stored_once():
     assert "model.embed_tokens.weight" in written and "lm_head.weight" not in written
 
 
+@pytest.mark.parametrize("layout, recipe", [("modelopt", "nvfp4_weight_only"), ("fp8", "float8_block")])
+def test_a_packed_layer_with_two_names(layout, recipe, tmp_path):
+    """As of attention whose values are its keys: a reader finds it under each of them."""
+    model, x = shared_layer(), torch.randn(3, 64)
+    fp4compile.pack_(model, named(recipe).replace(skip_lm_head=False))
+    fp4compile.export_packed(model, tmp_path / "made", layout)
+    assert {"k.weight", "v.weight"} <= tensors_of(tmp_path / "made").keys()
+    fresh = shared_layer()
+    fp4compile.load_packed(fresh, tmp_path / "made")
+    assert all(torch.equal(fresh[name](x), model[name](x)) for name in model)
+
+
+def shared_layer():
+    layer = torch.nn.Linear(64, 64)
+    return torch.nn.ModuleDict({"q": torch.nn.Linear(64, 64), "k": layer, "v": layer})
+
+
 def test_a_tied_head_needs_no_tensor_of_its_own(tmp_path):
     shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "tied")
     tensors = tensors_of(tmp_path / "tied")
@@ -432,6 +449,17 @@ def test_several_groups_of_compressed_tensors(tmp_path):
         else:
             with pytest.raises(ValueError, match=message):
                 loaded(tmp_path / "ct")
+
+
+def test_an_export_has_the_dtype_and_the_class_of_the_model(tmp_path):
+    """Also where the model was cast, or made from a configuration alone, and its configuration says otherwise."""
+    model = fresh_model().bfloat16()
+    model.config.architectures = None
+    fp4compile.pack_(model, "mxfp8")
+    fp4compile.export_packed(model, tmp_path / "made")
+    written = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert (written["dtype"], written["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "made").dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------- rows that end in a part of a block

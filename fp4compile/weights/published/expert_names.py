@@ -40,13 +40,17 @@ class PublishedNames:
     """The names of a model's tensors in checkpoints; equal to those in the model without renamings and converters.
 
     renamings, converters: WeightRenamings of transformers, and its WeightConverters for experts. written: the renamings
-    that are undone where a model is written. unused: patterns of names that the model may lack.
+    that are undone where a model is written. unused: patterns of names that the model may lack. base: the name of the
+    base in models with a head, by which checkpoints of the one and of the other differ. present: the names of the
+    model's tensors.
     """
 
     renamings: Sequence[Any] = ()
     converters: Sequence[Any] = ()
     written: Sequence[Any] = ()
     unused: Sequence[str] = ()
+    base: str = ""
+    present: frozenset[str] = frozenset()
 
     def target(self, name: str) -> ModelTensor:
         """The place in the model of the checkpoint's tensor `name`."""
@@ -54,8 +58,13 @@ class PublishedNames:
         for converter in self.converters:
             found, pattern = converter.rename_source_key(name)
             if pattern is not None and expert_of(name.removesuffix(".weight")) is not None:
-                return ModelTensor(found, _leaves(converter))
-        return ModelTensor(name)
+                return ModelTensor(self._in_class(found), _leaves(converter))
+        return ModelTensor(self._in_class(name))
+
+    def _in_class(self, name: str) -> str:
+        """A name with the base's name before it or without, if only so the model has it; otherwise as it is."""
+        places = name, name.removeprefix(f"{self.base}."), f"{self.base}.{name}"
+        return next((place for place in places if place in self.present), name)
 
     def layer(self, name: str) -> ModelTensor:
         """The place of a linear layer's weight, by the layer's name in the model if it is no part of experts."""
@@ -119,7 +128,8 @@ def names_of_transformers(model: Any) -> PublishedNames:
     unused = sorted(model._keys_to_ignore_on_load_unexpected or ())
     if any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers()):
         unused.append(r"rotary_emb\.inv_freq$")  # each layer had one; transformers skips them, too
-    return PublishedNames(renamings, converters, written, unused)
+    present = frozenset(model.state_dict())
+    return PublishedNames(renamings, converters, written, unused, model.base_model_prefix, present)
 
 
 def _stacks_experts(converter: Any) -> bool:
