@@ -50,10 +50,11 @@ class Float8TilesConfig(LaunchConfig):
 
 
 def _config(p: Problem) -> Float8TilesConfig:
-    """The configuration for an H200, timed with 18 shapes of B; parts of K are doubled until enough programs read B.
+    """The configuration, tuned on an H200: parts of K are doubled until enough programs read B.
 
     Few programs of a multiprocessor keep more steps in flight. With 33 to 64 rows and block scales, narrow tiles wait
-    for the scaling of the sums. Within 9 % of the fastest configuration of up to 40, mostly 3 %.
+    for the scaling of the sums. For B of 2048 rows and more (ten shapes) this is within 9 % of the fastest of up to 40
+    configurations, mostly within 3 %.
     """
     if not statically_true(p.m <= FEW_ROWS):
         return Float8TilesConfig(128, 128, 3, num_warps=8)  # 96 KB of shared memory
