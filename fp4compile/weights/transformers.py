@@ -461,6 +461,7 @@ class _Sparing(WeightConverter):
     """
 
     __slots__ = ("spared",)
+    spared: set[str]
 
     def copy(self, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> WeightConverter:
         made = super().copy(source_patterns, target_patterns, **kwargs)
@@ -483,7 +484,7 @@ def _spare_packed(model: Any, names: list[str]) -> None:
     if found is None:  # as transformers does for a model that was not loaded
         made = get_model_conversion_mapping(model, add_legacy=False)
         found = [one for one in made if not isinstance(one, PrefixChange)]
-    reverse = [one.reverse_transform() for one in reversed(found) if isinstance(one, WeightConverter)]
+    reverse: list[Any] = [one.reverse_transform() for one in reversed(found) if isinstance(one, WeightConverter)]
     matched = [renamed for renamed, pattern in (apply_converters(name, reverse) for name in names) if pattern]
     if not matched:
         return
