@@ -312,6 +312,21 @@ def test_large(a, b, m):
 
 
 @gpu
+@for_gpus
+@pytest.mark.parametrize(("a", "b"), [
+    *((torch.bfloat16, b) for b in ("nvfp4", "mxfp4", "mxfp8", "float8_128x128", "float8_rowwise")),
+    (torch.float16, "float8_1x128"), ("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("float8_1x128", "float8_128x128"),
+    ("float8_rowwise", "float8_rowwise"),
+], ids=str)  # fmt: skip
+def test_numbers_of_rows(a, b):
+    """Both sides of each number of rows of A at which a launch changes; rows of B fill an H200 by the widest tiles."""
+    a = a if isinstance(a, torch.dtype) else formats.get(a)
+    weights = quantized(torch.randn(132 * 128, 256), formats.get(b))
+    for m in (1, 2, 3, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 100, 129):
+        check(quantized(torch.randn(m, 256), a), weights, 256, out_dtype=torch.bfloat16)
+
+
+@gpu
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("nvfp4_16x16", "nvfp4"),
                                       ("nvfp4", "nvfp4_rowwise"), ("mxfp8", "mxfp8_32x32"), (torch.bfloat16, "nvfp4")],
