@@ -24,6 +24,11 @@ LINEAR = [(name, case) for name in recipes() for case in ("2d", "3d", "4d_bias",
           if case in ("3d", "bf16") or name == "nvfp4_train"]  # fmt: skip
 
 
+# How many of output, input gradient and weight gradient in float32 Hopper's FP8 matrix units compute for 24 tokens;
+# the others are summed in float32 (rows of 24 codes are no whole 16 bytes; two tensor scales are the library's).
+FLOAT32_ON_UNITS = {"float8_rowwise": 2, "float8_block": 3}
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "case"), LINEAR)
 def test_linear_equals_hand_composition(name, case, device, monkeypatch):
@@ -49,9 +54,12 @@ def test_linear_equals_hand_composition(name, case, device, monkeypatch):
     bias = None if layer.bias is None else layer.bias.detach()
     expected = by_hand(recipe, flat, layer.weight.detach(), bias, dy.reshape(-1, 48), compute, seed)
     slacks = [None] * 3
-    if name.startswith("float8") and device == "cuda":  # FP8 matrix units
+    on_units = FLOAT32_ON_UNITS.get(name, 0)
+    if compute == torch.bfloat16 and name.startswith("float8"):
+        on_units = 3
+    if on_units and device == "cuda":
         magnitudes = by_hand(recipe, flat.abs(), layer.weight.detach().abs(), None, dy.reshape(-1, 48).abs(), compute)
-        slacks = [FP8_UNITS_ERROR * sums for sums in magnitudes]
+        slacks[:on_units] = [FP8_UNITS_ERROR * sums for sums in magnitudes[:on_units]]
     assert y.dtype == compute
     for got, exact, slack in zip((y.detach(), x.grad, layer.weight.grad), expected, slacks, strict=True):
         assert_rounds_to(got.reshape(exact.shape).cpu().double(), exact, compute, slack)

@@ -1,5 +1,7 @@
 """Products of the kernels held to float64, within the error of a float32 sum."""
 
+from dataclasses import replace
+
 import torch
 
 from fp4compile.formats import reference
@@ -7,11 +9,7 @@ from fp4compile.formats.formats import BlockFormat
 from tests.helpers.kernels import on_device
 
 # Kernels whose sums of a block are not in float32.
-ON_FLOAT8_UNITS = (
-    "float8_tiles",
-    "float8_sm90",
-    "library_float8_blocks",
-)
+ON_FLOAT8_UNITS = ("float8_tiles", "float8_sm90", "library_float8_blocks")
 
 
 def name(value):
@@ -24,6 +22,13 @@ def values(x, k):
     if x.format is None:
         return x.data.double()
     return reference.dequantize_blocks(x.data, x.scales, x.format)[..., :k].double()
+
+
+def magnitudes(x):
+    """The operand with the magnitudes of its FP8 codes; others, which FP8 matrix units do not multiply, unchanged."""
+    if x.data.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return x
+    return replace(x, data=(x.data.view(torch.uint8) & 0x7F).view(x.data.dtype))
 
 
 def units_error(left, right):

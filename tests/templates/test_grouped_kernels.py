@@ -34,7 +34,7 @@ from fp4compile.templates.quantize.lay_out import lay_out
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.arguments import of_groups
 from tests.helpers.by_hand import FP8_UNITS_ERROR
-from tests.helpers.check_products import ON_FLOAT8_UNITS
+from tests.helpers.check_products import ON_FLOAT8_UNITS, magnitudes
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, assert_same_bits, gpu, on_device, spilled_bytes
 from tests.helpers.multiplied import scaled_grouped_mm
@@ -342,13 +342,6 @@ def check_product(a, b, offs, rows=ROWS, out_dtype=torch.float32):
     assert_close(scaled_grouped_mm(a, b, on_device(offs), rows, out_dtype), expected, error)
     if dequant_operand.computes_groups(call.problem):
         assert_close(dequant_operand.run(call, grouped_dot_config(call.problem)), expected)
-
-
-def magnitudes(x):
-    """The operand with FP8 codes of positive numbers; others, which FP8 matrix units do not multiply, unchanged."""
-    if x.data.dtype != torch.float8_e4m3fn:
-        return x
-    return replace(x, data=(x.data.view(torch.uint8) & 0x7F).view(x.data.dtype))
 
 
 def assert_close(got, expected, error=0.0):
