@@ -413,7 +413,7 @@ def _backend_of(given: Any) -> Backend | None:
 def _watch_dynamo() -> None:
     """Make Dynamo treat this package's backends as its own, and report functions left uncompiled to them.
 
-    And make Inductor's checks for infinities accept codes and scales.
+    It also makes Inductor's checks for infinities accept codes and scales.
     """
 
     def ours(given: Any) -> bool:

@@ -25,7 +25,7 @@ _SEGMENTS = {
     "base_layer", "original_module", "token_adapter",  # peft
     "parametrizations",  # torch.nn.utils.parametrize
 }  # fmt: skip
-# Those of wrappers whose hooks remove them from the names in state dicts.
+# The attributes of wrappers whose hooks remove the attribute from the names in state dicts.
 _NOT_IN_STATE = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 # Attributes that models use too: the wrapper class (module, name), and its attribute. By name, so that the library need
 # not be installed.

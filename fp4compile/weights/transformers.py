@@ -455,9 +455,9 @@ class _Pack(ConversionOps):
 
 
 class _Sparing(WeightConverter):
-    """A conversion of a model's weights that leaves the layers of a checkpoint of which one is packed as they are.
+    """A conversion of a model's weights that some layers of the checkpoint are spared, because they hold packed tensors.
 
-    spared: the names of such layers in the checkpoint.
+    spared: the names that the conversion would give to these layers.
     """
 
     __slots__ = ("spared",)
@@ -476,9 +476,10 @@ class _Sparing(WeightConverter):
 def _spare_packed(model: Any, names: list[str]) -> None:
     """Let `save_pretrained` write packed tensors by the model's own names, instead of converting them like weights.
 
-    For some classes it concatenates the weights of q, k and v into one, by patterns that packed tensors match, too
-    (NomicBert's `Wqkv`). Those of three layers are not those of one: there are global scales, other formats, and layers
-    that are not packed. from_pretrained converts no tensor that has the model's name.
+    For some classes it concatenates the weights of q, k and v into one (NomicBert's `Wqkv`), by patterns that packed
+    tensors match, too. But q, k and v have a global scale each, may have other formats, or may not be packed, so that
+    their packed tensors are not the packed tensors of one layer. from_pretrained converts no tensor that has the
+    model's name.
     """
     found = getattr(model, "_weight_conversions", None)
     if found is None:  # as transformers does for a model that was not loaded

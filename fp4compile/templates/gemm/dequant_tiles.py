@@ -19,7 +19,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.product_spec import ProductSpec
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.device.apply_epilogue import epilogue, rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.block_scales import decode_scale, scale_bits
@@ -80,10 +80,6 @@ _FEW_ROWS = {
 }  # fmt: skip
 
 
-# Bytes of shared memory beside the tiles that are being loaded.
-_FOR_SCALES = 8192
-
-
 def _full(target: Target) -> int:
     """Programs that count as filling the GPU once.
 
@@ -132,16 +128,24 @@ def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
 def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
     """The configuration; for groups, that of a dense matmul with their average number of rows and all their tiles.
 
-    A symbolic number of rows counts as large.
+    A symbolic number of rows counts as large. There are as many stages as shared memory holds.
     """
     config = _config_of_groups(p) if p.ragged else _dense_config(p)
     if p.scales_sums:  # a share of a step is one block
         config = replace(config, units=p.block // 2)
         if 0 < p.target.sm < 90:  # where larger tiles spill registers
             config = replace(config, bm=min(config.bm, 64), bn=min(config.bn, 64), num_warps=min(config.num_warps, 4))
-    step = config.step * (config.bm * p.a.unit_bytes + config.bn * p.b.unit_bytes)
-    most = max(2, (p.target.shared_memory - _FOR_SCALES) // step + 1)
-    return replace(config, stages=min(config.stages, most))
+    step = config.bm * _row_bytes(p.a, config.step) + config.bn * _row_bytes(p.b, config.step)
+    most = p.target.shared_memory // step + 1  # Triton loads one stage less than it has
+    return replace(config, stages=max(2, min(config.stages, most)))
+
+
+def _row_bytes(x: OperandSpec, units: int) -> int:
+    """Bytes of so many units of a row of an operand, with the row's block scales."""
+    codes = units * x.unit_bytes
+    if x.format is None or x.format.scale is None:
+        return codes
+    return codes + ceil_div(2 * units, x.format.block_cols) * x.format.scale_dtype.itemsize
 
 
 def _config_of_groups(p: Problem) -> DequantTilesConfig:

@@ -59,8 +59,9 @@ def _config(p: Problem) -> Float8TilesConfig:
     if not statically_true(p.m <= FEW_ROWS):
         return Float8TilesConfig(128, 128, 3, num_warps=8)  # 96 KB of shared memory
     bm = next(rows for rows in (16, 32, 64) if statically_true(p.m <= rows))
-    wide = _has_block_scales(p) and bm == 64
-    bn, tenths = (128, 12) if wide else (64, 16) if _has_block_scales(p) else (64, 6)
+    scaled = p.a.scale != "none"
+    wide = scaled and bm == 64
+    bn, tenths = (128, 12) if wide else (64, 16) if scaled else (64, 6)
     split = 1
     while (
         split < 8
@@ -70,10 +71,6 @@ def _config(p: Problem) -> Float8TilesConfig:
         split *= 2
     each = next((x for x in (1, 2, 3) if statically_true(ceil_div(p.n, bn) * split <= x * p.target.multiprocessors)), 4)
     return Float8TilesConfig(bm, bn, 4 if wide else {1: 8, 2: 5, 3: 4, 4: 3}[each], split)
-
-
-def _has_block_scales(p: Problem) -> bool:
-    return p.a.scale != "none"
 
 
 def _library_is_faster(p: Problem) -> bool:
