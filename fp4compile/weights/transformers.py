@@ -455,7 +455,7 @@ class _Pack(ConversionOps):
 
 
 class _Sparing(WeightConverter):
-    """A conversion of a model's weights that some layers of the checkpoint are spared, because they hold packed tensors.
+    """A conversion of a model's weights which some layers of the checkpoint are spared: they have packed tensors.
 
     spared: the names that the conversion would give to these layers.
     """
