@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, apply_converters
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -38,7 +38,7 @@ from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.weights.published.expert_modules import in_model, without_unused
-from fp4compile.weights.published.expert_names import names_of_transformers
+from fp4compile.weights.published.expert_names import names_of_transformers, without_prefixes
 from fp4compile.weights.published.shards import naming, read_checkpoint
 from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
 from fp4compile.weights.scale_checks import check_buffers
@@ -463,8 +463,8 @@ class _Sparing(WeightConverter):
     __slots__ = ("spared",)
     spared: set[str]
 
-    def copy(self, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> WeightConverter:
-        made = super().copy(source_patterns, target_patterns, **kwargs)
+    def reverse_transform(self) -> WeightTransform:
+        made: Any = super().reverse_transform()
         made.spared = self.spared
         return made
 
@@ -483,21 +483,30 @@ def _spare_packed(model: Any, names: list[str]) -> None:
     """
     found = getattr(model, "_weight_conversions", None)
     if found is None:  # as transformers does for a model that was not loaded
-        made = get_model_conversion_mapping(model, add_legacy=False)
-        found = [one for one in made if not isinstance(one, PrefixChange)]
+        found = without_prefixes(get_model_conversion_mapping(model, add_legacy=False))
     reverse: list[Any] = [one.reverse_transform() for one in reversed(found) if isinstance(one, WeightConverter)]
-    matched = [renamed for renamed, pattern in (apply_converters(name, reverse) for name in names) if pattern]
+    matched = [converted for name in names if (converted := _converted(name, reverse))]
     if not matched:
         return
     model._weight_conversions = kept = []
     for one in found:
         if isinstance(one, WeightConverter):
-            sources, targets = one._original_source_patterns, one._original_target_patterns
-            sparing = _Sparing(sources.copy(), targets.copy(), one.operations, one.force_cpu)
-            sparing.scope_prefix, sparing.base_model_prefix = one.scope_prefix, one.base_model_prefix
+            sparing = _Sparing.__new__(_Sparing)
+            state: Any = one.__getstate__()  # whose fields differ between versions of transformers
+            for field, value in state[1].items():
+                object.__setattr__(sparing, field, value)
             sparing.spared = {name.rpartition(".")[0] for name in matched} | getattr(one, "spared", set())
             one = sparing
         kept.append(one)
+
+
+def _converted(name: str, converters: Iterable[Any]) -> str | None:
+    """The name that the first conversion whose patterns match a tensor's name gives the tensor; None if none does."""
+    for converter in converters:
+        renamed, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return renamed
+    return None
 
 
 def _mark_initialised(model: nn.Module, weight: Weight, missing: set[str]) -> None:

@@ -118,18 +118,28 @@ def _leaves(converter: Any) -> tuple[str, ...]:
 def names_of_transformers(model: Any) -> PublishedNames:
     """The names of a transformers model's tensors in its checkpoints."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter) and _stacks_experts(one)]
-    # The model does not record whether its checkpoint had a prefix that is dropped. transformers also writes none.
-    written = [one for one in renamings if not isinstance(one, PrefixChange)]
+    written = without_prefixes(renamings)
     unused = sorted(model._keys_to_ignore_on_load_unexpected or ())
     if any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers()):
         unused.append(r"rotary_emb\.inv_freq$")  # each layer had one; transformers skips them, too
     present = frozenset(model.state_dict())
     return PublishedNames(renamings, converters, written, unused, model.base_model_prefix, present)
+
+
+def without_prefixes(conversions: Sequence[Any]) -> list[Any]:
+    """The conversions without those that drop or add a prefix of all names, which transformers does not reverse.
+
+    A model does not record whether the names in its checkpoint had the prefix.
+    """
+    from transformers import core_model_loading
+
+    changes = getattr(core_model_loading, "PrefixChange", ())  # none before transformers 5.6
+    return [one for one in conversions if not isinstance(one, changes)]
 
 
 def _stacks_experts(converter: Any) -> bool:
