@@ -169,6 +169,9 @@ def span(values: Iterable[float], digits: int = 2) -> str:
     return f"{cells.number(min(values), digits)} to {cells.number(max(values), digits)}"
 
 
+FIRST_CALLS = "compile prefill s", "compile decode s"
+
+
 def claims() -> dict[str, list[str]]:
     """Figures in sentences of hand-written pages, from the files, by page."""
     plain, packed = stored("llama_decode_h100.json")["rows"]
@@ -187,6 +190,13 @@ def claims() -> dict[str, list[str]]:
     check = stored("weight_check_h200.json")
     gpt_oss = [row["fp4compile"] / row["bf16"] for row in stored("gpt_oss_layer_h200.json")["rows"][:6]]
     float8 = [row["bf16"] / row["block"] for row in stored("float8_linear_h200.json")["rows"] if row["M"] <= 8]
+    plain8, packed8 = stored("llama_decode_float8_h200.json")["rows"]
+    prefill8 = f"in {cells.number(packed8['prefill x'], 2)} of"
+    by_rows = {
+        m: [row["weights only"] / row["bf16"] for row in stored("float8_linear_h200.json")["rows"] if row["M"] in m]
+        for m in ((1, 8, 16), (32, 64), (8192,))
+    }
+    assert max(by_rows[1, 8, 16]) < 1.0
     prefill = f"prefill takes {cells.number(packed['prefill x'], 2)} times"
     many = {row["shape"]: row["weight-only x"] for row in stored("many_rows_h200.json")["rows"]}
     faster, slower = (
@@ -205,16 +215,22 @@ def claims() -> dict[str, list[str]]:
             f"{span(compiling, 1)} times as long",
             f"{span(row['ratio'] for row in on_cpu)} of Inductor's time",
             f"{span((first['decode x'], first['prefill x']))} times bf16's",
+            f"{span(packed8[part] / plain8[part] for part in FIRST_CALLS)} times with empty ones (`float8_block`)",
             f"{cells.number(mlp['bf16']['first step s'], 1)} s in bf16, {first_steps} s",
             f"{span((row['saved MiB'] for row in emulated), 0)} MiB instead of {mlp['bf16']['saved MiB']:.0f}",
             f"{span(gpt_oss)} of bf16's time for up to 1024 tokens",
             f"`float8_block` layers of up to 8 tokens at {span(float8, 1)} times",
+            f"decodes {packed8['decode tokens/s']:.0f} tokens/s against {plain8['decode tokens/s']:.0f}",
+            f"prefills {prefill8} bf16's time",
             f"{cells.percent(losses['mxfp8'])} under `mxfp8`",
             f"{cells.percent(losses['nvfp4_train'])} under `nvfp4_train`",
             f"{cells.number(check['check us']['median'], 1)} us",
         ],
         "docs/results.md": [
             prefill,
+            f"at {cells.number(packed8['decode x'], 2)} times bf16's speed and prefills {prefill8} its time",
+            f"faster up to 16 tokens, take {span(by_rows[32, 64], 1)} times bf16's time with 32 or 64, and "
+            f"{cells.number(max(by_rows[8192,]), 2)} with 8192",
             f"with 128 tokens it is {faster} times as fast,",
             f"with 512 to 2048 tokens it takes {slower} times as long",
         ],
