@@ -42,6 +42,7 @@ REGISTRY: tuple[Candidate, ...] = (
     *map(float8_blocks_as_mx.as_mx, _BLOCK_SCALED),
     streaming.FLOAT8,
     float8_tiles.CANDIDATE,
+    float8_tiles.WEIGHTS,
     library.FLOAT8_BLOCKS,
     library.ROW_SCALED,
     library.RESCALED,

@@ -1,12 +1,13 @@
-"""FP8 GEMM on FP8 matrix units by a Triton kernel, where no library multiplies, or reads B with too few tiles.
+"""GEMM of FP8 weights B by a Triton kernel, where no library multiplies, or reads B with too few tiles.
 
-- Compute capability 8.9 and 12.0: operands with float32 scales of 128 elements along K, any number of rows.
-- 9.0: 9 to 64 rows of A, with such scales or row scales, bound by reading B. `skinny` streams B for fewer ones. A
-  library tiles the result alone, and a result of few rows has too few tiles to read B with all multiprocessors; here K
-  is split as well (`split_k`).
+- Compute capability 8.9 and 12.0: FP8 A and B with float32 scales of 128 elements along K, any number of rows.
+- 9.0: 9 to 64 rows of A, FP8 with such scales or row scales, or in 16 bits; bound by reading B. `skinny` streams B for
+  fewer ones. A library tiles the result alone, and a result of few rows has too few tiles to read B with all
+  multiprocessors; here K is split as well (`split_k`).
 
-A program computes a tile of the transposed result [BN, BM]: B is the first operand of the matrix instruction, whose
-other side may be as narrow as A's rows. A step is 128 elements along K, one block of scales. As in `float8_sm90`, the
+FP8 matrix units multiply two FP8 operands. Beside A in 16 bits, codes of B become 16 bits in registers, exactly, and
+16-bit matrix units multiply them. A program computes a tile of the transposed result [BN, BM]: B is the first operand of the matrix instruction, whose
+other side may be as narrow as A's rows. A step is 128 elements along K, one block of scales. As in `float8_sm90`, FP8
 matrix units add the products of a block in fewer bits than float32; the kernel scales these sums and adds them up in
 float32.
 """
@@ -21,6 +22,7 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.apply_epilogue import epilogue, rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.block_scaled_tile import loaded_type
+from fp4compile.templates.device.dequantized_tile import INTERPRETING, compute_dtype
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.call import Call, KernelOperand
@@ -31,6 +33,7 @@ from fp4compile.templates.problem import Problem
 
 FEW_ROWS = 64
 _BLOCK = tl.constexpr(128)
+_CODES = ("e4m3", "e5m2")
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ def _config(p: Problem) -> Float8TilesConfig:
     if not statically_true(p.m <= FEW_ROWS):
         return Float8TilesConfig(128, 128, 3, num_warps=8)  # 96 KB of shared memory
     bm = next(rows for rows in (16, 32, 64) if statically_true(p.m <= rows))
-    scaled = p.a.scale != "none"
-    wide = scaled and bm == 64
+    scaled = p.b.scale != "none"
+    wide = bm == 64 and (scaled or p.a.format is None)
     bn, tenths = (128, 12) if wide else (64, 16) if scaled else (64, 6)
     split = 1
     while (
@@ -90,10 +93,10 @@ def _serves(p: Problem) -> bool:
     two with `float8_blocks_as_mx`.
     """
     a, b = p.a, p.b
-    codes = all(x.element in ("e4m3", "e5m2") for x in (a, b))
-    if not codes or p.ragged or p.batches != 1 or p.spec.result is not None or p.spec.amax:
-        return False
+    codes = all(x.element in _CODES for x in (a, b))
     few = p.target.sm == 90 and statically_true(p.m <= FEW_ROWS)
+    if not codes or not _plain_product(p):
+        return False
     if a.scale == "none":
         scales = few and b.scale == "none" and "row" in (a.outer, b.outer)
     else:
@@ -102,32 +105,49 @@ def _serves(p: Problem) -> bool:
         as_mx = p.target.sm >= 100 and blocks and a.format.as_mx is not None and b.format.as_mx is not None
         few = few and not _library_is_faster(p)
         scales = blocks and not as_mx and (few or p.target.sm in (89, 120, 121))
-    whole = statically_true(p.row_bytes(a) % 16 == 0) and all(statically_true(size > 0) for size in (p.m, p.n, p.k))
-    return scales and whole
+    return scales
+
+
+def _serves_weights(p: Problem) -> bool:
+    """Whether A is in 16 bits, and B is in FP8 with scales of 128 elements along K or of whole rows; on Hopper."""
+    b = p.b
+    blocks = b.scale == "float32" and b.format.block in ((1, 128), (128, 128))
+    few = p.target.sm == 90 and statically_true(p.m <= FEW_ROWS)
+    plain = p.a.format is None and p.compute != "fp32"
+    return few and plain and b.element in _CODES and (blocks or b.scale == "none") and _plain_product(p)
+
+
+def _plain_product(p: Problem) -> bool:
+    """Whether a problem is one product whose result is not quantised, with rows of B of whole 16 bytes."""
+    one = not p.ragged and p.batches == 1 and p.spec.result is None and not p.spec.amax
+    whole = statically_true(p.row_bytes(p.b) % 16 == 0) and statically_true(p.k == p.padded_k)
+    return one and whole and all(statically_true(size > 0) for size in (p.m, p.n, p.k))
 
 
 @triton.jit
-def _codes(ptr, row, step, rows, width, ELEMENT: tl.constexpr):
-    """[rows, 128] FP8 codes of a step along K; zeros outside of the matrix of `rows` rows of `width` bytes."""
+def _elements(ptr, row, step, rows, width, ELEMENT: tl.constexpr):
+    """[rows, 128] elements of a step along K; zeros outside of the matrix of `rows` rows of `width` elements."""
     at = step * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     # Cast before the load: the matrix units then read the copy in shared memory, without registers between.
-    ptr = ptr.to(tl.pointer_type(loaded_type(ELEMENT)), bitcast=True) + row.to(tl.int64)[:, None] * width
-    return tl.load(ptr + at, mask=(row[:, None] < rows) & (at < width), other=0.0)
+    if ELEMENT != "plain":
+        ptr = ptr.to(tl.pointer_type(loaded_type(ELEMENT)), bitcast=True)
+    return tl.load(ptr + row.to(tl.int64)[:, None] * width + at, mask=(row[:, None] < rows) & (at < width), other=0.0)
 
 
 @triton.jit
 def gemm_float8_tiles(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
     epilogue_0_ptr, epilogue_1_ptr, m, n, width,
-    A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALES: tl.constexpr, SQUARE: tl.constexpr,
+    A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, COMPUTE: tl.constexpr, SCALES: tl.constexpr, SQUARE: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, GROUP_M: tl.constexpr,
     ISA: tl.constexpr,
 ):  # fmt: skip
     """A tile of out [m, n] = a [m, K] x b [n, K]^T, rescaled, or (SPLIT > 1) of float32 sums [SPLIT, m, n].
 
-    a, b: FP8 codes in rows of `width` bytes, a multiple of 16. SCALES: whether blocks of 128 elements along K have
-    float32 scales (as int32 bits), [rows, blocks]; SQUARE: those of b are of 128 rows each, which tiles divide.
+    a, b: rows of `width` elements, a multiple of 16. b: FP8 codes. a: FP8 codes, or ("plain") elements of COMPUTE, which
+    codes of b become. SCALES: whether blocks of 128 elements along K, of b and of a's codes, have float32 scales (as
+    int32 bits), [rows, blocks]; SQUARE: those of b are of 128 rows each, which tiles divide.
     """
     split = tl.program_id(0) % SPLIT
     tile_m, tile_n = grouped_tile(tl.program_id(0) // SPLIT, tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP_M)
@@ -139,11 +159,17 @@ def gemm_float8_tiles(
     b_scales_ptr = b_scales_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
     acc = tl.zeros((BN, BM), tl.float32)
     for step in tl.range(split * part, tl.minimum(split * part + part, blocks), num_stages=STAGES):
-        b = _codes(b_ptr, col, step, n, width, B_ELEMENT)
-        a = _codes(a_ptr, row, step, m, width, A_ELEMENT)
-        products = tl.dot(b, tl.trans(a))
+        b = _elements(b_ptr, col, step, n, width, B_ELEMENT)
+        a = _elements(a_ptr, row, step, m, width, A_ELEMENT)
+        if A_ELEMENT == "plain":
+            kind: tl.constexpr = compute_dtype(COMPUTE, INTERPRETING)
+            products = tl.dot(b.to(kind), tl.trans(a.to(kind)), input_precision="ieee")
+        else:
+            products = tl.dot(b, tl.trans(a))
         if SCALES:
-            factor = tl.load(a_scales_ptr + row.to(tl.int64) * blocks + step, mask=row < m, other=0.0)[None, :]
+            factor = 1.0
+            if A_ELEMENT != "plain":
+                factor = tl.load(a_scales_ptr + row.to(tl.int64) * blocks + step, mask=row < m, other=0.0)[None, :]
             if SQUARE:
                 factor *= tl.load(b_scales_ptr + (tile_n * BN // 128).to(tl.int64) * blocks + step)
                 products *= factor
@@ -175,8 +201,8 @@ def _run(call: Call, config: Float8TilesConfig) -> torch.Tensor:
     launch(
         gemm_float8_tiles, ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * config.split,
         *_pointers(call.a, out), *_pointers(call.b, out), out if call.bias is None else call.bias, out,
-        *first.epilogue_pointers(out), p.m, p.n, p.row_bytes(p.a), num_warps=config.num_warps,
-        A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALES=int(p.a.scale != "none"),
+        *first.epilogue_pointers(out), p.m, p.n, p.row_bytes(p.b), num_warps=config.num_warps,
+        A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, COMPUTE=p.compute, SCALES=int(p.b.scale != "none"),
         SQUARE=int(p.b.format.square), EPILOGUE=first.epilogue_text, ISA=p.target.isa, **rescaling, **config.constants,
     )  # fmt: skip
     return out if whole else reduce_split_k(call, out, config.split)
@@ -187,3 +213,4 @@ def _pointers(x: KernelOperand, unused: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 CANDIDATE = Candidate("float8_tiles", "native", _serves, _config, _run, takes_epilogue=lambda p: True)
+WEIGHTS = Candidate("float8_weight_tiles", "emulated", _serves_weights, _config, _run, takes_epilogue=lambda p: True)
