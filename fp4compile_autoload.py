@@ -75,9 +75,11 @@ def _read_packed(module: ModuleType) -> None:
     def merged(checkpoint: Any, argument: Any) -> Any:
         if _method_of(argument) != _METHOD or _method_of(checkpoint) == _METHOD:
             return merge(checkpoint, argument)
-        from fp4compile.weights.transformers import PublishedConfig, register
+        from fp4compile.registration import register_with_transformers
 
-        register()
+        register_with_transformers()
+        from fp4compile.weights.transformers import PublishedConfig
+
         return PublishedConfig(recipe=argument.get("recipe") if isinstance(argument, dict) else argument.recipe)
 
     module.AutoHfQuantizer.merge_quantization_configs = staticmethod(merged)
@@ -92,9 +94,11 @@ class _Configuration:
 
     @staticmethod
     def from_dict(values: dict, **options: object) -> object:
-        from fp4compile.weights.transformers import Fp4CompileConfig, PublishedConfig, register
+        from fp4compile.registration import register_with_transformers
 
-        register()
+        register_with_transformers()
+        from fp4compile.weights.transformers import Fp4CompileConfig, PublishedConfig
+
         kind = Fp4CompileConfig if _method_of(values) == _METHOD else PublishedConfig
         return kind.from_dict(values, **options)
 
@@ -106,9 +110,10 @@ def _save_packed_parts(module: ModuleType) -> None:
     @functools.wraps(save)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "fp4compile" in sys.modules:
-            from fp4compile.weights.integration import save_as_packed
+            from fp4compile.weights.integration import save_as_packed, warn_of_packed
 
-            save_as_packed(self)
+            if not save_as_packed(self):
+                warn_of_packed(self)
         return save(self, *args, **kwargs)
 
     module.PreTrainedModel.save_pretrained = save_pretrained

@@ -56,7 +56,7 @@ def register_with_transformers() -> None:
     Importing torch or this package does so too, see `fp4compile_autoload`. `save_pretrained` of a packed model needs no
     call.
 
-    Raises ImportError where transformers 5 or later is not installed.
+    Raises ImportError where transformers is not installed, or is older than `weights.integration.SAVES`.
     """
     check_version()
     from fp4compile.weights.transformers import register

@@ -3,11 +3,13 @@
 import copy
 import functools
 import gc
+import sys
 
 import pytest
 import torch
 
 import fp4compile
+from fp4compile.registration import register_with_transformers
 from fp4compile.weights.buffers import PackedWeight
 from fp4compile.weights.linear import PackedLinear
 
@@ -275,3 +277,18 @@ def test_a_recipe_beside_a_folder_that_says_how_its_layers_multiply_is_refused(t
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
     with pytest.raises(ValueError, match="recipe: what save_pretrained wrote says itself how its layers multiply"):
         fp4compile.load_packed(llama(), tmp_path, recipe="mxfp8")
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.8.1"])
+def test_a_transformers_that_is_too_old_says_so(version, tmp_path, monkeypatch):
+    """A model is packed, and `save_packed` writes it; `save_pretrained` warns, `from_pretrained` raises."""
+    model, again = llama(), llama()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # its first use exchanges the module
+    fp4compile.pack_(model, "nvfp4")
+    with pytest.warns(UserWarning, match="from_pretrained of LlamaForCausalLM gives packed layers random weights"):
+        model.save_pretrained(tmp_path / "folder")
+    fp4compile.save_packed(model, tmp_path / "file.safetensors")
+    fp4compile.load_packed(again, tmp_path / "file.safetensors")
+    same(model, again)
+    with pytest.raises(ImportError, match=f"expected version 5.9 or later, got {version}"):
+        register_with_transformers()  # as the first `from_pretrained` of a process does
