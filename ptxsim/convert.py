@@ -35,7 +35,7 @@ def _f32_of_f16(bits: np.ndarray) -> np.ndarray:
     return canonical(numbers.f16_values(bits))
 
 
-@elementwise("bf16 f16", "cvt.rn.bf16.f16")
+@elementwise("bf16 f16", "cvt.rn.bf16.f16", "cvt.bf16.f16")
 def _bf16_of_f16(bits: np.ndarray) -> np.ndarray:
     return numbers.to_bf16(numbers.f16_values(bits))
 

@@ -1,4 +1,4 @@
-"""Products on FP8 matrix units by Triton's kernel, in the simulator."""
+"""Products of FP8 weights by Triton's kernel, on FP8 and on 16-bit matrix units, in the simulator."""
 
 from dataclasses import replace
 
@@ -27,22 +27,32 @@ CASES = [
     (7, 140, 512, "float8_1x128", "float8_128x128", torch.float32, 2, 89),
     (140, 200, 384, "float8_1x128", "float8_128x128", torch.bfloat16, 1, 89),  # two row tiles
     (150, 136, 640, "float8_1x128", "float8_1x128", torch.float32, 1, 120),
+    (9, 200, 384, torch.bfloat16, "float8_128x128", torch.float32, 1, 90),
+    (20, 136, 640, torch.float16, "float8_1x128", torch.float16, 2, 90),
+    (33, 140, 400, torch.bfloat16, "float8_rowwise", torch.bfloat16, 1, 90),
+    (64, 264, 1152, torch.bfloat16, "float8_tensor", torch.float32, 2, 90),
 ]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_products(case, seed):
-    """All codes of E4M3; scales of very different sizes; NaN of a row of A or of a column stay there; a bias."""
+    """All codes of E4M3; scales of very different sizes; NaN of a row of A or of a column stay there; a bias.
+
+    Products of 16-bit operands are exact in float32, in which their sums are rounded as those of FP8.
+    """
     m, n, k, a_format, b_format, dtype, split, sm = case
     generator = torch.Generator().manual_seed(m)
     a, b = (fp8_operands.operand(*each, generator) for each in ((m, k, a_format), (n, k, b_format)))
     bias = torch.randn(n, generator=generator)
-    a.data.view(torch.uint8)[m - 1] = 0x7F
+    if a.format is None:
+        a.data[m - 1] = torch.nan
+    else:
+        a.data.view(torch.uint8)[m - 1] = 0x7F
     b.data.view(torch.uint8)[n - 1, k - 1] = 0xFF
     given, target = Arguments.of(a, b, bias, dtype), Target(sm, multiprocessors=2)
     choice = choose(problem_of(given, target))
-    assert choice.kernel == "float8_tiles"
+    assert choice.kernel == ("float8_tiles" if a.format is not None else "float8_weight_tiles")
     simulator = LaunchSimulator(target, Schedule(seed))
     with simulator.running():
         got = multiply(given, replace(choice, config=replace(choice.config, split=split)))
@@ -50,8 +60,8 @@ def test_products(case, seed):
     assert names == ["gemm_float8_tiles", *["split_k_reduction"] * (split > 1)]
     left, right = fp8_operands.values(a)[:-1], fp8_operands.values(b)[:-1]
     exact, size = left @ right.T + bias[:-1].double(), left.abs() @ right.abs().T + bias[:-1].abs().double()
-    # Float32 rounds four sums of 32 elements in a block, three times for its scales, the sum of each block and of each
-    # part, twice for row scales, and the bias.
-    roundings = 4 + 3 + -(-k // 128) + split + 2 + 1
+    # Float32 rounds four sums of 32 elements in a block, or eight of 16, three times for its scales, the sum of each
+    # block and of each part, twice for row scales, and the bias.
+    roundings = (4 if a.format is not None else 8) + 3 + -(-k // 128) + split + 2 + 1
     assert_rounds_to(got[:-1, :-1].double(), exact, dtype, roundings * 2.0**-24 * size)
     assert got[:, n - 1].isnan().all() and got[m - 1].isnan().all()

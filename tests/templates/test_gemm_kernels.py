@@ -290,6 +290,7 @@ LARGE += [(*pair, m) for m in (1, 2, 4, 8) for pair in (
 )]  # fmt: skip
 LARGE += [(*pair, m) for m in (9, 16, 31, 64) for pair in (
     ("float8_1x128", "float8_128x128"), ("float8_1x128", "float8_1x128"), ("float8_rowwise", "float8_tensor"),
+    (torch.bfloat16, "float8_128x128"), (torch.float16, "float8_1x128"), (torch.bfloat16, "float8_rowwise"),
 )]  # fmt: skip
 LARGE += [(a, b, m) for a, b in (
     ("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("mxfp8", "mxfp4"), ("mxfp8_e5m2", "mxfp8_32x32"),

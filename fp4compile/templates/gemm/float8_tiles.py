@@ -6,7 +6,9 @@
   multiprocessors; here K is split as well (`split_k`).
 
 FP8 matrix units multiply two FP8 operands. Beside A in 16 bits, codes of B become 16 bits in registers, exactly, and
-16-bit matrix units multiply them. A program computes a tile of the transposed result [BN, BM]: B is the first operand of the matrix instruction, whose
+16-bit matrix units multiply them.
+
+A program computes a tile of the transposed result [BN, BM]: B is the first operand of the matrix instruction, whose
 other side may be as narrow as A's rows. A step is 128 elements along K, one block of scales. As in `float8_sm90`, FP8
 matrix units add the products of a block in fewer bits than float32; the kernel scales these sums and adds them up in
 float32.
@@ -145,8 +147,8 @@ def gemm_float8_tiles(
 ):  # fmt: skip
     """A tile of out [m, n] = a [m, K] x b [n, K]^T, rescaled, or (SPLIT > 1) of float32 sums [SPLIT, m, n].
 
-    a, b: rows of `width` elements, a multiple of 16. b: FP8 codes. a: FP8 codes, or ("plain") elements of COMPUTE, which
-    codes of b become. SCALES: whether blocks of 128 elements along K, of b and of a's codes, have float32 scales (as
+    a, b: rows of `width` elements, a multiple of 16: FP8 codes, or ("plain") a's elements of COMPUTE, which codes of b
+    become. SCALES: whether blocks of 128 elements along K, of b and of a's codes, have float32 scales (as
     int32 bits), [rows, blocks]; SQUARE: those of b are of 128 rows each, which tiles divide.
     """
     split = tl.program_id(0) % SPLIT
