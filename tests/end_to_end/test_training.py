@@ -12,6 +12,7 @@ from fp4compile.recipe import named
 from tests.helpers import without_codegen
 from tests.helpers.by_hand import assert_rounds_to, by_hand, drawn
 from tests.helpers.graphs import Recorder
+from tests.helpers.old_torch import not_under_torch_2_11
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TRAIN = named("nvfp4_train")
@@ -222,6 +223,7 @@ def test_fp32_master_weights_under_autocast_save_no_packed_weights(recipe):
     assert not any(tuple(t.shape) in weights or tuple(t.t().shape) in weights for t in others if t.dim() == 2)
 
 
+@not_under_torch_2_11("leaves no block outside of a region")
 @pytest.mark.usefixtures("without_kernels")
 def test_matmuls_of_nested_regions_save_nothing():
     """Their nodes have names of nodes around them: each had the bytes of a quantised matmul once more."""

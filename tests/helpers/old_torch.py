@@ -1,0 +1,9 @@
+"""What versions of torch are, for tests of what the oldest one does not do."""
+
+import pytest
+import torch
+
+
+def not_under_torch_2_11(reason: str) -> pytest.MarkDecorator:
+    """A mark that skips a test under torch 2.11. reason: what that version does instead."""
+    return pytest.mark.skipif(torch.__version__.startswith("2.11."), reason=f"torch 2.11 {reason}")
