@@ -1,4 +1,4 @@
-"""What versions of torch are, for tests of what the oldest one does not do."""
+"""Marks of tests of what torch 2.11, the oldest that is supported, does not do."""
 
 import pytest
 import torch
