@@ -94,6 +94,6 @@ def test_run_all_without_a_gpu(capsys, monkeypatch):
         assert said in capsys.readouterr().err
 
 
-@not_under_torch_2_11("fuses other operations of the blocks of the roofline's page")
+@not_under_torch_2_11("is predicted 6 % less for a block with one token than the page has")
 def test_pages_and_files_agree():
     assert run_all.main(["--check"]) == 0

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+TORCH_2_11 = torch.__version__.startswith("2.11.")
+
 
 def not_under_torch_2_11(reason: str) -> pytest.MarkDecorator:
     """A mark that skips a test under torch 2.11. reason: what that version does instead."""
-    return pytest.mark.skipif(torch.__version__.startswith("2.11."), reason=f"torch 2.11 {reason}")
+    return pytest.mark.skipif(TORCH_2_11, reason=f"torch 2.11 {reason}")
