@@ -287,9 +287,10 @@ class GlobalMemory:
     # ------------------------------------------------------------ copies and atomic operations
 
     def copied(self, addresses: np.ndarray, size: int, cluster: int, rows: np.ndarray | None = None) -> Loaded:
-        """The bytes that a cluster's copy reads at addresses, multiples of `size`: uint8 [addresses, size].
+        """What a bulk copy of a cluster reads: `size` bytes from each address, uint8 [addresses, size].
 
-        rows: the clocks of the copy's issue; None for a prefetch.
+        addresses: multiples of `size`. rows: the vector clocks of the threads that issued the copy, by which races with
+        stores are found; None for a prefetch, which races with none.
         """
         if not addresses.size:
             return np.zeros((0, size), np.uint8), None

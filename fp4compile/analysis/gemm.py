@@ -100,5 +100,5 @@ class Gemm:
 
     @property
     def packed_weight(self) -> GemmOperand | None:
-        """The operand with packed codes, see `GemmOperand.packed`; None if neither has them."""
+        """The operand that is a weight whose codes exist already (`GemmOperand.packed`); None if neither is."""
         return next((side for side in (self.a, self.b) if side is not None and side.packed), None)

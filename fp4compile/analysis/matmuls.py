@@ -214,7 +214,7 @@ def _all(view: NodeView) -> NodeView:
 
 
 def _one(view: NodeView) -> NodeView:
-    """The matrix of the root that begins at a view's offset."""
+    """The one of the root's stacked matrices (one an expert) at whose first element a view begins."""
     whole = _all(view)
     return replace(whole, size=whole.size[1:], stride=whole.stride[1:], offset=view.offset)
 

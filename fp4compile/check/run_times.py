@@ -148,7 +148,10 @@ def _arguments(product: MatmulCase) -> Arguments:
 
 
 def _separately(product: MatmulCase, x: Arguments) -> None:
-    """A matmul, and a quantiser of its result, which computes the gate of a pair."""
+    """Run a matmul and then a kernel that quantises its result, where `product` names one kernel for both.
+
+    Of two weights' results side by side (epilogue "pair") the second kernel quantises the gated product.
+    """
     options: dict[str, Any] = {"offs": x.offs}
     parts: Sequence[torch.Tensor] = [multiply(x.but(epilogue=None, result_outer=None))]
     if product.epilogue == "pair":

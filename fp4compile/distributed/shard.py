@@ -43,7 +43,10 @@ class Member:
 
     @property
     def gathering(self) -> Gathering:
-        """The gather at this time: of the codes that matmuls will read before the weight is gathered again."""
+        """The gather of this weight that is due now.
+
+        It has the codes along the rows, along the columns, or both: those that matmuls read before the next gather.
+        """
         sharded = self.sharded
         if self.arrival is None:  # a cast of the model may have changed the dtype
             form = replace(self.form, dtype=sharded.dtype)

@@ -76,7 +76,7 @@ class Region:
 
     @property
     def products(self) -> dict[Node, str]:
-        """The nodes of the matmuls, with their names in an epilogue."""
+        """The matmuls' nodes, each with the name by which the text of an epilogue refers to its result."""
         return {self.product: PRODUCT}
 
     @property

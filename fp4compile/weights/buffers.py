@@ -427,7 +427,10 @@ class DequantizedWeight(torch.Tensor):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        """Raise in `nn.Parameter(weight)`, which would share the memory of the copy and not of the packed layer."""
+        """Raise RuntimeError: torch sets this attribute in `nn.Parameter(weight)`.
+
+        The parameter would share the memory of this dequantised copy, and no write to it would reach the layer.
+        """
         raise RuntimeError("weight: a packed layer's weight is no parameter; nn.Parameter(weight.clone()) is one")
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:

@@ -33,7 +33,10 @@ def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
 
 
 def check_model(packed: Mapping[str, Any], state: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError if a packed weight of a model was not finite. state: the model's state dict."""
+    """Raise ValueError if a packed layer has scales that are no scales, because its weight was not finite.
+
+    packed: a model's packed modules by name. state: the model's state dict, which has their scales.
+    """
     found = {}
     for name, module in sorted(packed.items()):
         for buffer in ("weight_scales", "weight_outer"):

@@ -14,6 +14,7 @@ import fp4compile
 from fp4compile.recipe import recipes
 from tests.helpers import idle_kernels, without_codegen
 from tests.helpers.graphs import Recorder, compile_recorded
+from tests.helpers.old_torch import not_under_torch_2_11
 from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.slow
@@ -276,6 +277,7 @@ def test_a_loss_that_is_compiled_after_its_model_decides_nothing(monkeypatch):
         torch.compile(lambda x: x @ x, backend=backend)(torch.ones(64, 64))
 
 
+@not_under_torch_2_11("stores no compiled module")
 def test_graphs_that_are_stored_in_a_file(tmp_path):
     model, x = MLP(), torch.randn(4, 64)
     backend = fp4compile.backend("mxfp8", rules=[("down", "skip")])

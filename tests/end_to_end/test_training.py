@@ -12,6 +12,7 @@ from fp4compile.recipe import named
 from tests.helpers import without_codegen
 from tests.helpers.by_hand import assert_rounds_to, by_hand, drawn
 from tests.helpers.graphs import Recorder
+from tests.helpers.old_torch import TORCH_2_11
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TRAIN = named("nvfp4_train")
@@ -233,8 +234,9 @@ def test_matmuls_of_nested_regions_save_nothing():
     torch.compile(torch.nn.Sequential(*(Block() for _ in range(3))), backend=backend)(torch.randn(128, 64))
     rows = backend.report.rows
     assert any("nested regions" in (row.reason or "") for row in rows)
-    assert {row.product for row in rows if row.saved is not None} == {"wgrad"}
-    assert backend.report.saved()[1] == 4 * 128 * (64 + 96)  # of the first block: torch leaves it outside of a region
+    # Of the first block: torch leaves it outside of a region, but torch 2.11 has it in one.
+    assert {row.product for row in rows if row.saved is not None} == (set() if TORCH_2_11 else {"wgrad"})
+    assert backend.report.saved()[1] == (0 if TORCH_2_11 else 4 * 128 * (64 + 96))
 
 
 # ---------------------------------------------------------------- recipes that change

@@ -7,15 +7,14 @@ from torch import nn
 
 import fp4compile
 from fp4compile.recipe import named
+from tests.helpers.old_torch import not_under_torch_2_11
 
 BF16 = torch.bfloat16
 RULES = [("weight_only", "nvfp4_weight_only"), ("dynamic", "nvfp4"), ("mx", "mxfp8"), ("experts", "mxfp8")]
 
 # torch 2.11's AOTInductor has neither the dtype of MX scales nor grouped matmuls on CPUs, and allocates NVFP4's scales
 # in another dtype.
-knows_scales = pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="no such scales in torch 2.11's AOTInductor"
-)
+knows_scales = not_under_torch_2_11("has no such scales in AOTInductor")
 
 
 class Net(nn.Module):

@@ -160,7 +160,10 @@ def readers_of(node: Node) -> list[Node]:
 
 
 def _kept_by(node: Node) -> Node | None:
-    """The node with all whole rows of a node's argument: itself, or a concatenation of pieces; None without one."""
+    """The node that holds all rows of a node's argument, none of them cut; None if the node keeps not all.
+
+    A reshape or clone holds them itself; where a split cuts between rows, the concatenation of all its pieces does.
+    """
     if node.target in (*RESHAPES, aten.clone.default):
         before, after = (each.meta["val"].shape for each in (node.args[0], node))
         return node if len(after) > 1 and statically_true(before[-1] == after[-1]) else None

@@ -205,7 +205,11 @@ def _linear(x: OperandSpec, rows) -> bool:
 
 
 def _checked(p: Problem) -> bool:
-    """Whether values may be too small for bfloat16: a kernel then sets a flag, and `dequant_tiles` computes again."""
+    """Whether dequantised values may be too small for bfloat16, as those of MX blocks may.
+
+    The kernel that dequantises sets a flag where it meets such values, and `dequant_tiles` then computes the matmul
+    again.
+    """
     return "e8m0" in (p.a.scale, p.b.scale)
 
 

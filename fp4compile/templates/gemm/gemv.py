@@ -159,7 +159,11 @@ _MULTIPLY_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 11 + ["f"] * 4)
 
 @triton.jit
 def _multiply(b, a_at, c, COMPUTE: tl.constexpr, B_SCALES: tl.constexpr, ROWS: tl.constexpr):
-    """A lane's four sums c plus the products of a step. b: from `read_b`. a_at: see `a_address`."""
+    """A lane's four sums c plus the products of a step of 128 elements along K.
+
+    b: a lane's codes and scales of B in that step, from `read_b`. a_at: where in shared memory its elements of A are,
+    from `a_address`.
+    """
     for half in tl.static_range(2):
         c = tl.inline_asm_elementwise(
             select_ptx(_MULTIPLY, COMPUTE, type_of_scales(B_SCALES), half, ROWS), _MULTIPLY_OPERANDS,
