@@ -31,6 +31,7 @@ CASES = [
     (20, 136, 640, torch.float16, "float8_1x128", torch.float16, 2, 90),
     (33, 140, 400, torch.bfloat16, "float8_rowwise", torch.bfloat16, 1, 90),
     (64, 264, 1152, torch.bfloat16, "float8_tensor", torch.float32, 2, 90),
+    (150, 136, 640, torch.bfloat16, "float8_128x128", torch.bfloat16, 2, 90),
 ]
 
 

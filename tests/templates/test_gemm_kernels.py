@@ -292,6 +292,9 @@ LARGE += [(*pair, m) for m in (9, 16, 31, 64) for pair in (
     ("float8_1x128", "float8_128x128"), ("float8_1x128", "float8_1x128"), ("float8_rowwise", "float8_tensor"),
     (torch.bfloat16, "float8_128x128"), (torch.float16, "float8_1x128"), (torch.bfloat16, "float8_rowwise"),
 )]  # fmt: skip
+LARGE += [(*pair, m) for m in (100, 200) for pair in (
+    (torch.bfloat16, "float8_128x128"), (torch.float16, "float8_1x128"), (torch.bfloat16, "float8_rowwise"),
+)]  # fmt: skip
 LARGE += [(a, b, m) for a, b in (
     ("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("mxfp8", "mxfp4"), ("mxfp8_e5m2", "mxfp8_32x32"),
     ("float8_rowwise", "float8_rowwise"), (torch.bfloat16, "nvfp4"), (torch.float16, "nvfp4"),
@@ -323,7 +326,7 @@ def test_numbers_of_rows(a, b):
     """Both sides of each number of rows of A at which a launch changes; rows of B fill an H200 by the widest tiles."""
     a = a if isinstance(a, torch.dtype) else formats.get(a)
     weights = quantized(torch.randn(132 * 128, 256), formats.get(b))
-    for m in (1, 2, 3, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 100, 129):
+    for m in (1, 2, 3, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 100, 129, 256, 257):
         check(quantized(torch.randn(m, 256), a), weights, 256, out_dtype=torch.bfloat16)
 
 
