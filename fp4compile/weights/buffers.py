@@ -197,32 +197,8 @@ class PackedWeight(nn.Module):
                 self.register_buffer(name, None)
 
     def parts(self) -> list[torch.Tensor | None]:
-        """The tensors `BUFFERS` in the dtypes of the format; None for those that the format lacks.
-
-        Raises RuntimeError if a tensor is a rank's shard, TypeError if a loader has cast it.
-        """
-        found = []
-        for name, (dtype, stored) in dtypes_in(self.layer_format.weight).items():
-            tensor = getattr(self, name)
-            if tensor is not None:
-                if tensor.dtype != stored or _is_shard(tensor):
-                    self._refuse(name, tensor, stored)
-                tensor = tensor.detach() if name in self._parameters else tensor
-                tensor = tensor if dtype == stored else tensor.view(dtype)
-            found.append(tensor)
-        return found
-
-    def _refuse(self, name: str, tensor: torch.Tensor, stored: torch.dtype) -> None:
-        """Raise the error of a tensor that `parts` cannot return."""
-        if _is_shard(tensor):
-            raise RuntimeError(
-                "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard(); "
-                "tensor parallelism takes unpacked layers"
-            )
-        raise TypeError(
-            f"{name}: expected {stored}, got {tensor.dtype}: a loader has cast it. Load without a "
-            "dtype (in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
-        )
+        """The tensors `BUFFERS`, `typed`."""
+        return typed(self.layer_format.weight, *(getattr(self, name) for name in BUFFERS))
 
     def dequantised(self) -> torch.Tensor:
         """The contiguous weight in the original parameter's shape, in weight_dtype."""
@@ -256,8 +232,7 @@ class PackedWeight(nn.Module):
     @property
     def scale_layout(self) -> str:
         """The current layout of the block scales, "linear" or "swizzled"."""
-        flat = 1 if self.experts is None else 2  # swizzled scales are one flat run for each matrix
-        return "swizzled" if self.weight_scales is not None and self.weight_scales.dim() == flat else "linear"
+        return layout_of(self.weight_scales, experts=self.experts is not None)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "PackedWeight":
         """Move and cast the module like any other, except that codes and scales are not cast."""
@@ -572,6 +547,35 @@ def dtypes_in(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
         each = (codes, integer_dtype(codes)), (scales, integer_dtype(scales)), (torch.float32, torch.float32)
         _DTYPES[format] = dict(zip(BUFFERS, each, strict=True))
     return _DTYPES[format]
+
+
+def typed(format: str, *buffers: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors of `BUFFERS` in the dtypes of the format; None for those that the format lacks.
+
+    Raises RuntimeError if a tensor is a rank's shard, TypeError if a loader has cast it.
+    """
+    found = []
+    for (name, (dtype, stored)), tensor in zip(dtypes_in(format).items(), buffers, strict=True):
+        if tensor is not None:
+            if _is_shard(tensor):
+                raise RuntimeError(
+                    "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard(); "
+                    "tensor parallelism takes unpacked layers"
+                )
+            if tensor.dtype != stored:
+                raise TypeError(
+                    f"{name}: expected {stored}, got {tensor.dtype}: a loader has cast it. Load without a "
+                    "dtype (in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
+                )
+            tensor = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+            tensor = tensor if dtype == stored else tensor.view(dtype)
+        found.append(tensor)
+    return found
+
+
+def layout_of(scales: torch.Tensor | None, experts: bool) -> str:
+    """The layout of a layer's block scales, "linear" or "swizzled": one flat run for each matrix."""
+    return "swizzled" if scales is not None and scales.dim() == (2 if experts else 1) else "linear"
 
 
 def buffer_shapes(layer: PackedWeight) -> dict[str, Part]:

@@ -16,6 +16,7 @@ from fp4compile._compat import transformed
 from fp4compile.formats import formats
 from fp4compile.formats.product_spec import text_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
+from fp4compile.ops.define import LIBRARY
 from fp4compile.weights.buffers import (
     BUFFERS,
     STATE_HOOKS,
@@ -23,6 +24,8 @@ from fp4compile.weights.buffers import (
     LayerFormat,
     PackedWeight,
     autocast_dtype,
+    layout_of,
+    typed,
 )
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -90,23 +93,25 @@ class PackedLayer(PackedWeight):
         Raises TypeError for another dtype or if `input` is no dense tensor, ValueError for another last dimension,
         NotImplementedError for a tangent of forward-mode differentiation.
         """
-        # Dynamo traces this for each layer of a model: each call is compile time, so what is usual is tested first.
+        # Dynamo traces this for each layer of a model: each line is compile time, so what is usual is tested first.
         dense = isinstance(input, torch.Tensor) and input.layout is torch.strided and not input.is_nested
         fits = dense and input.dtype in FLOAT_DTYPES and input.dim() > 0 and input.shape[-1] == self.in_features
         if not fits or self.weight_data.is_meta or forward_ad._current_level >= 0:
             self._check(input)
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        rows, static = input.reshape(-1, self.in_features), self.activation_outer_on(input.device)
-        product = rows, bias, *self.parts(), static, self.layer_format, self.scale_layout
-        # Dynamo does not notice that `input` has a gradient since a write to a view of it; `rows` are a new tensor.
-        trained = torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad))
+        static, kind = self.activation_outer_on(input.device), self.layer_format
+        parts = self.weight_data, self.weight_scales, self.weight_outer
+        given = input, self.bias, *parts, static, kind.activation, kind.weight
+        if not torch.compiler.is_dynamo_compiling():
+            return packed_linear(*given)
         # Dynamo traces tensors of `torch.func.grad` as ones without a gradient, and batches no `Function` of `vmap`.
-        if torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling() and transformed(gradients_only=not trained):
-            torch._dynamo.graph_break()  # eager mode does both
-        # `view` follows the function, because a result of it that is a view may not be written to.
-        return (_Product.apply if trained else _product)(*product).view(*input.shape[:-1], self.out_features)
+        if torch.is_grad_enabled() and transformed(gradients_only=False):
+            # Dynamo does not notice that `input` has a gradient since a write to a view of it; a new view has it.
+            trained = _trains(input.view(input.shape), self.bias)
+            if trained or transformed(gradients_only=True):
+                torch._dynamo.graph_break()  # eager mode does both
+        return torch.ops.fp4compile.packed_linear(*given)
 
     def _check(self, input: torch.Tensor) -> None:
         """Raise the error of an input that `forward` cannot multiply, if it is one."""
@@ -153,22 +158,50 @@ def __getattr__(name: str) -> type:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def packed_linear(
+    input: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
+    outer: torch.Tensor | None, static: torch.Tensor | None, activation: str | None, weight: str,
+) -> torch.Tensor:  # fmt: skip
+    """input [..., in] times a packed weight [out, in], plus bias [out]: [..., out] in the dtype of the input.
+
+    data, scales, outer: the buffers of a `PackedWeight`. static: the global scale of the input, float32 []; None
+    computes it. activation, weight: names of formats; activation None leaves the input unquantised.
+
+    Raises RuntimeError if a buffer is a rank's shard, TypeError if a loader has cast it.
+    """
+    bias = None if bias is None else bias.to(input.dtype)
+    # The buffers have one layout, which is also that of the input's scales: matrix units read swizzled scales.
+    layout = layout_of(scales, experts=False)
+    rows = input.reshape(-1, input.shape[-1])
+    product = rows, bias, *typed(weight, data, scales, outer), static, activation, weight, layout
+    # `view` follows the function, because a result of it that is a view may not be written to.
+    y = (_Product.apply if torch.is_grad_enabled() and _trains(rows, bias) else _product)(*product)
+    return y.view(*input.shape[:-1], y.shape[-1])
+
+
+# Dynamo puts one node into its graph instead of tracing the function's lines for each layer, which takes longer. The
+# dispatcher calls the function wherever it meets the op, so that no later graph has it.
+LIBRARY.define("packed_linear(Tensor input, Tensor? bias, Tensor data, Tensor? scales, Tensor? outer, Tensor? static, "
+               "str? activation, str weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # fmt: skip
+LIBRARY.impl("packed_linear", packed_linear, "CompositeImplicitAutograd")
+
+
+def _trains(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return x.requires_grad or (bias is not None and bias.requires_grad)
+
+
 def _product(
     x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
-    outer: torch.Tensor | None, static: torch.Tensor | None, layer_format: LayerFormat, scale_layout: str,
+    outer: torch.Tensor | None, static: torch.Tensor | None, activation: str | None, weight: str, scale_layout: str,
 ) -> torch.Tensor:  # fmt: skip
-    """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x.
-
-    static: the global scale of x, float32 []; None computes it. scale_layout: of both operands: matrix units read
-    swizzled scales.
-    """
+    """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x."""
     a: tuple = x, None, None
-    if layer_format.activation is not None:
-        fmt = formats.get(layer_format.activation)
+    if activation is not None:
+        fmt = formats.get(activation)
         codes, of_blocks, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=static, layout=scale_layout)
         of_tensor = static if static is not None else computed if fmt.outer else None
         a = codes, of_blocks if fmt.scale else None, of_tensor
-    spec = text_of(layer_format.activation, layer_format.weight, x.dtype)
+    spec = text_of(activation, weight, x.dtype)
     return torch.ops.fp4compile.scaled_mm(*a, data, scales, outer, spec, bias=bias)
 
 
@@ -180,9 +213,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, _, data, scales, outer, _, layer_format, _ = inputs
+        x, _, data, scales, outer, _, _, weight, _ = inputs
         ctx.save_for_backward(data, scales, outer)
-        ctx.format, ctx.in_features = layer_format.weight, x.shape[-1]
+        ctx.format, ctx.in_features = weight, x.shape[-1]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
@@ -193,7 +226,7 @@ class _Product(torch.autograd.Function):
             )
         if ctx.needs_input_grad[1]:
             of_bias = gradient.sum(0)
-        return of_x, of_bias, *[None] * 6
+        return of_x, of_bias, *[None] * 7
 
 
 def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:

@@ -176,6 +176,22 @@ def test_formats_of_later_layers_compile_nothing_again():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_dynamo_traces_one_node_for_a_layer(grad):
+    """Each traced line of `forward` takes time in each layer of a model; a line that adds a node takes the most."""
+    model, graphs = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16(), []
+    fp4compile.pack_(model, "mxfp8")
+
+    def backend(graph, inputs):
+        graphs.append(graph.graph)
+        return graph.forward
+
+    with torch.set_grad_enabled(grad):
+        torch.compile(model, backend=backend, fullgraph=True)(torch.randn(2, 64, dtype=torch.bfloat16))
+    called = [node.target for node in graphs[0].nodes if node.op in ("call_function", "call_method")]
+    assert [target for target in called if target is not getattr] == [torch.ops.fp4compile.packed_linear] * 2
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_checks_break_no_graph_and_warn_of_nothing(dynamic, monkeypatch):
     model = packed(dtype=torch.float32)
