@@ -153,6 +153,10 @@ for _kind in ("s32", "s64"):
 
 for _kind in ("b32", "b64"):
 
+    @elementwise(f"u32 {_kind}", f"popc.{_kind}")
+    def _count_ones(a: np.ndarray) -> np.ndarray:
+        return np.bitwise_count(a).astype(np.uint32)
+
     @elementwise(f"{_kind} {_kind} {_kind} u32 u32", f"bfi.{_kind}")
     def _insert(a: np.ndarray, b: np.ndarray, start: np.ndarray, count: np.ndarray) -> np.ndarray:
         """b with its bits from `start` on replaced by the low `count` bits of a."""

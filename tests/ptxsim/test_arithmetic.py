@@ -118,6 +118,7 @@ for _bits in (32, 64):
     _types = f"b{_bits} b{_bits} count count"
     check(_types, f"bfe.u{_bits}")(lambda a, i, n, bits=_bits: extract(a, i, n, bits, False))
     check(_types, f"bfe.s{_bits}")(lambda a, i, n, bits=_bits: extract(a, i, n, bits, True))
+    check(f"u32 b{_bits}", f"popc.b{_bits}")(int.bit_count)
     check(f"b{_bits} {_types}", f"bfi.b{_bits}")(lambda a, b, i, n, bits=_bits: insert(a, b, i, n, bits))
 
 

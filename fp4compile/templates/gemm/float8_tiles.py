@@ -70,7 +70,7 @@ def _config(p: Problem) -> Float8TilesConfig:
     scaled = p.b.scale != "none"
     wide = bm == 64 and scaled
     bn, tenths = (128, 12) if wide else (64, 16) if scaled else (64, 6)
-    split = _parts(p, bm, bn, tenths)
+    split = _parts(p, ceil_div(p.n, bn), tenths)
     each = next((x for x in (1, 2, 3) if statically_true(ceil_div(p.n, bn) * split <= x * p.target.multiprocessors)), 4)
     return Float8TilesConfig(bm, bn, 4 if wide else {1: 8, 2: 5, 3: 4, 4: 3}[each], split)
 
@@ -83,12 +83,14 @@ def _weights_config(p: Problem) -> Float8TilesConfig:
     configurations, mostly within 5 %; with more rows mostly within 15 %, and 20 and 27 % in two shapes of row scales.
     """
     bm = _tile_rows(p)
-    narrow = Float8TilesConfig(bm, 64, 3, _parts(p, bm, 64, 24 if bm < 128 else 14))
+    row_tiles, tenths = (ceil_div(p.m, bm), 14) if bm == 128 else (1, 24)
+    narrow = Float8TilesConfig(bm, 64, 3, _parts(p, row_tiles * ceil_div(p.n, 64), tenths))
     if bm != 64:
         return narrow
     stages, tenths = (3, 12) if p.b.scale != "none" else (4, 7)
-    wide = Float8TilesConfig(bm, 128, stages, _parts(p, bm, 128, tenths))
-    programs, of = ceil_div(p.n, 128) * wide.split, p.target.multiprocessors
+    tiles, of = ceil_div(p.n, 128), p.target.multiprocessors
+    wide = Float8TilesConfig(bm, 128, stages, _parts(p, tiles, tenths))
+    programs = tiles * wide.split
     return wide if statically_true(10 * programs >= 8 * of * ceil_div(programs, of)) else narrow
 
 
@@ -96,9 +98,9 @@ def _tile_rows(p: Problem) -> int:
     return next((rows for rows in (16, 32, 64) if statically_true(p.m <= rows)), 128)
 
 
-def _parts(p: Problem, bm: int, bn: int, tenths: int) -> int:
-    """Parts of K, at most 8, with which the programs are `tenths` / 10 of the multiprocessors, or more."""
-    tiles, split = ceil_div(p.m, bm) * ceil_div(p.n, bn), 1
+def _parts(p: Problem, tiles: int, tenths: int) -> int:
+    """Parts of K, at most 8, with which the programs of so many tiles are `tenths` / 10 of the multiprocessors."""
+    split = 1
     while (
         split < 8
         and statically_true(10 * tiles * split < tenths * p.target.multiprocessors)
