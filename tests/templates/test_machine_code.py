@@ -230,6 +230,20 @@ def test_every_shipped_product(sm):
     assert native >= {"nvfp4 x nvfp4", "mxfp4 x mxfp4", "mxfp8 x mxfp8", "mxfp8 x mxfp4"}
 
 
+@pytest.mark.parametrize(("product", "width"), [
+    # Threads store them: TMA stores only rows of multiples of 16 bytes, here 4088, and only a single matrix.
+    (MatmulCase("nvfp4", "nvfp4", n=8176, result="nvfp4_one_level"), 8),
+    (MatmulCase("nvfp4", "nvfp4", n=8184, batches=4), 16),
+], ids=lambda value: getattr(value, "label", value))  # fmt: skip
+def test_threads_store_as_many_bytes_at_once_as_divide_a_row(product, width):
+    """Triton only knows of an argument whether it is a multiple of 16; 4088 bytes and 8184 results are multiples of 8.
+
+    The kernel shows that to Triton; else a thread would store one byte, or one result, at a time.
+    """
+    (row,) = check.check_products(100, (product,))
+    assert (row.kernel, row.stores, row.problems) == ("gemm_block_scaled_sm100", width, ())
+
+
 @pytest.mark.skipif(not NEW_PTXAS, reason="this ptxas does not know all conversions of sm_120")
 @pytest.mark.parametrize(("format", "count"), [("nvfp4", 2), ("mxfp8", 1)])
 def test_every_configuration_of_sm120_fits(format, count):

@@ -179,10 +179,10 @@ def gemm_block_scaled_sm100(
         out_ptr = stored_ptr(out_ptr, ISA)
         stored_cols: tl.constexpr = part_cols
         maxima_ptr = out_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    if GROUPS > 0:
-        out_cols = out_cols // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
     if TMA_STORE:
         target = tl.make_tensor_descriptor(out_ptr, [m, out_cols], [out_cols, 1], [BM, stored_cols])
+    else:
+        out_cols = out_cols // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
     tiles_n = tl.cdiv(n, tile_cols)
 
     if GROUPS > 0:
