@@ -13,10 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from fp4compile._compat import transformed
-from fp4compile.formats import formats
-from fp4compile.formats.product_spec import text_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.define import LIBRARY
 from fp4compile.weights.buffers import (
     BUFFERS,
     STATE_HOOKS,
@@ -24,9 +21,8 @@ from fp4compile.weights.buffers import (
     LayerFormat,
     PackedWeight,
     autocast_dtype,
-    layout_of,
-    typed,
 )
+from fp4compile.weights.packed_product import packed_linear, trains
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as weight_norm's does.
@@ -108,7 +104,7 @@ class PackedLayer(PackedWeight):
         # Dynamo traces tensors of `torch.func.grad` as ones without a gradient, and batches no `Function` of `vmap`.
         if torch.is_grad_enabled() and transformed(gradients_only=False):
             # Dynamo does not notice that `input` has a gradient since a write to a view of it; a new view has it.
-            trained = _trains(input.view(input.shape), self.bias)
+            trained = trains(input.view(input.shape), self.bias)
             if trained or transformed(gradients_only=True):
                 torch._dynamo.graph_break()  # eager mode does both
         return torch.ops.fp4compile.packed_linear(*given)
@@ -156,77 +152,6 @@ def __getattr__(name: str) -> type:
     if name == "PackedConv1D":
         return _packed_conv1d()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def packed_linear(
-    input: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
-    outer: torch.Tensor | None, static: torch.Tensor | None, activation: str | None, weight: str,
-) -> torch.Tensor:  # fmt: skip
-    """input [..., in] times a packed weight [out, in], plus bias [out]: [..., out] in the dtype of the input.
-
-    data, scales, outer: the buffers of a `PackedWeight`. static: the global scale of the input, float32 []; None
-    computes it. activation, weight: names of formats; activation None leaves the input unquantised.
-
-    Raises RuntimeError if a buffer is a rank's shard, TypeError if a loader has cast it.
-    """
-    bias = None if bias is None else bias.to(input.dtype)
-    # The buffers have one layout, which is also that of the input's scales: matrix units read swizzled scales.
-    layout = layout_of(scales, experts=False)
-    rows = input.reshape(-1, input.shape[-1])
-    product = rows, bias, *typed(weight, data, scales, outer), static, activation, weight, layout
-    # `view` follows the function, because a result of it that is a view may not be written to.
-    y = (_Product.apply if torch.is_grad_enabled() and _trains(rows, bias) else _product)(*product)
-    return y.view(*input.shape[:-1], y.shape[-1])
-
-
-# Dynamo puts one node into its graph instead of tracing the function's lines for each layer, which takes longer. The
-# dispatcher calls the function wherever it meets the op, so that no later graph has it.
-LIBRARY.define("packed_linear(Tensor input, Tensor? bias, Tensor data, Tensor? scales, Tensor? outer, Tensor? static, "
-               "str? activation, str weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # fmt: skip
-LIBRARY.impl("packed_linear", packed_linear, "CompositeImplicitAutograd")
-
-
-def _trains(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return x.requires_grad or (bias is not None and bias.requires_grad)
-
-
-def _product(
-    x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
-    outer: torch.Tensor | None, static: torch.Tensor | None, activation: str | None, weight: str, scale_layout: str,
-) -> torch.Tensor:  # fmt: skip
-    """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x."""
-    a: tuple = x, None, None
-    if activation is not None:
-        fmt = formats.get(activation)
-        codes, of_blocks, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=static, layout=scale_layout)
-        of_tensor = static if static is not None else computed if fmt.outer else None
-        a = codes, of_blocks if fmt.scale else None, of_tensor
-    spec = text_of(activation, weight, x.dtype)
-    return torch.ops.fp4compile.scaled_mm(*a, data, scales, outer, spec, bias=bias)
-
-
-class _Product(torch.autograd.Function):
-    """`_product` with gradients of x and bias. It saves only the buffers of the layer, no activation."""
-
-    forward = staticmethod(_product)
-    generate_vmap_rule = True
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, _, data, scales, outer, _, _, weight, _ = inputs
-        ctx.save_for_backward(data, scales, outer)
-        ctx.format, ctx.in_features = weight, x.shape[-1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        of_x, of_bias = None, None
-        if ctx.needs_input_grad[0]:
-            of_x = gradient @ torch.ops.fp4compile.dequantize(
-                *ctx.saved_tensors, ctx.format, ctx.in_features, gradient.dtype
-            )
-        if ctx.needs_input_grad[1]:
-            of_bias = gradient.sum(0)
-        return of_x, of_bias, *[None] * 7
 
 
 def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:

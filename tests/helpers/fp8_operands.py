@@ -8,16 +8,20 @@ from fp4compile.formats.operand import Operand
 
 
 def operand(rows, k, name, generator):
-    """An operand of random codes, of whatever number, and scales from 2^-12 to 2^12; or of 16-bit numbers."""
+    """An operand of random codes, of whatever number, and scales from 2^-12 to 2^12; or of 16-bit numbers.
+
+    Codes beyond k, up to whole blocks, are zeros.
+    """
     if isinstance(name, torch.dtype):
         return Operand(torch.randn(rows, k, generator=generator).to(name))
     fmt = formats.get(name)
     codes = torch.randint(0, 256, (rows, k), generator=generator).to(torch.uint8)
-    codes = torch.where(codes & 0x7F == 0x7F, 0, codes).view(fmt.data_dtype)  # NaN elsewhere
+    codes = torch.where(codes & 0x7F == 0x7F, 0, codes)  # NaN elsewhere
+    codes = torch.nn.functional.pad(codes, (0, -k % fmt.block_cols)).view(fmt.data_dtype)
     shapes = {"row": (rows, 1), "tensor": ()}
     scales, outer = (
         None if shape is None else torch.exp2(torch.rand(shape, generator=generator) * 24 - 12)
-        for shape in ((ceil_div(rows, fmt.block[0]), k // 128) if fmt.scale else None, shapes.get(fmt.outer))
+        for shape in ((ceil_div(rows, fmt.block[0]), ceil_div(k, 128)) if fmt.scale else None, shapes.get(fmt.outer))
     )
     return Operand(codes, scales, outer, fmt)
 

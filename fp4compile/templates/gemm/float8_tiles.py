@@ -154,7 +154,7 @@ def _serves_weights(p: Problem) -> bool:
 def _plain_product(p: Problem) -> bool:
     """Whether a problem is one product whose result is not quantised, with rows of B of whole 16 bytes."""
     one = not p.ragged and p.batches == 1 and p.spec.result is None and not p.spec.amax
-    whole = statically_true(p.row_bytes(p.b) % 16 == 0) and statically_true(p.k == p.padded_k)
+    whole = statically_true(p.row_bytes(p.b) % 16 == 0)
     return one and whole and all(statically_true(size > 0) for size in (p.m, p.n, p.k))
 
 
@@ -171,7 +171,7 @@ def _elements(ptr, row, step, rows, width, ELEMENT: tl.constexpr):
 @triton.jit
 def gemm_float8_tiles(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
-    epilogue_0_ptr, epilogue_1_ptr, m, n, width,
+    epilogue_0_ptr, epilogue_1_ptr, m, n, width, a_width,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, COMPUTE: tl.constexpr, SCALES: tl.constexpr, SQUARE: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, GROUP_M: tl.constexpr,
@@ -179,9 +179,10 @@ def gemm_float8_tiles(
 ):  # fmt: skip
     """A tile of out [m, n] = a [m, K] x b [n, K]^T, rescaled, or (SPLIT > 1) of float32 sums [SPLIT, m, n].
 
-    a, b: rows of `width` elements, a multiple of 16: FP8 codes, or ("plain") a's elements of COMPUTE, which codes of b
-    become. SCALES: whether blocks of 128 elements along K, of b and of a's codes, have float32 scales (as
-    int32 bits), [rows, blocks]; SQUARE: those of b are of 128 rows each, which tiles divide.
+    a, b: rows of `a_width` and of `width` elements, a multiple of 16: FP8 codes, padded to whole blocks, or ("plain")
+    a's elements of COMPUTE, which codes of b become. SCALES: whether blocks of 128 elements along K, of b and of a's
+    codes, have float32 scales (as int32 bits), [rows, blocks]; SQUARE: those of b are of 128 rows each, which tiles
+    divide.
     """
     split = tl.program_id(0) % SPLIT
     tile_m, tile_n = grouped_tile(tl.program_id(0) // SPLIT, tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP_M)
@@ -194,7 +195,7 @@ def gemm_float8_tiles(
     acc = tl.zeros((BN, BM), tl.float32)
     for step in tl.range(split * part, tl.minimum(split * part + part, blocks), num_stages=STAGES):
         b = _elements(b_ptr, col, step, n, width, B_ELEMENT)
-        a = _elements(a_ptr, row, step, m, width, A_ELEMENT)
+        a = _elements(a_ptr, row, step, m, a_width, A_ELEMENT)
         if A_ELEMENT == "plain":
             kind: tl.constexpr = compute_dtype(COMPUTE, INTERPRETING)
             # By way of float32: one instruction that makes bf16 of fp16 takes eight times as long as these two.
@@ -229,7 +230,7 @@ def gemm_float8_tiles(
 
 def _run(call: Call, config: Float8TilesConfig) -> torch.Tensor:
     p = call.problem
-    whole = config.split == 1
+    whole, width = config.split == 1, p.row_bytes(p.b)
     out = call.empty() if whole else call.empty_sums(config.split)
     first = call if whole else call.without_epilogue()
     rescaling = call.rescale_constants
@@ -237,7 +238,8 @@ def _run(call: Call, config: Float8TilesConfig) -> torch.Tensor:
     launch(
         gemm_float8_tiles, ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * config.split,
         *_pointers(call.a, out), *_pointers(call.b, out), out if call.bias is None else call.bias, out,
-        *first.epilogue_pointers(out), p.m, p.n, p.row_bytes(p.b), num_warps=config.num_warps,
+        *first.epilogue_pointers(out), p.m, p.n, width, p.k if p.a.format is None else width,
+        num_warps=config.num_warps,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, COMPUTE=p.compute, SCALES=int(p.b.scale != "none"),
         SQUARE=int(p.b.format.square), EPILOGUE=first.epilogue_text, ISA=p.target.isa, **rescaling, **config.constants,
     )  # fmt: skip
