@@ -73,16 +73,21 @@ def run(root: Path, folder: Path, ids: Sequence[str], jobs: int, limit: float) -
 
 
 def ended(command: Sequence[str], root: Path, limit: float) -> int | None:
-    """The status of a command; None where it was ended, with all that it had started, at the limit."""
+    """The status of a command; None where it was ended, with all that it had started, at the limit.
+
+    Where this process is told to stop, the command ends too; it would run on beside the next call.
+    """
     process = subprocess.Popen(command, cwd=root, start_new_session=True)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         return None
-    finally:  # also where this process is told to stop
+    finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _file(name: str) -> str:

@@ -1,7 +1,10 @@
 """The GPU run itself: what it runs, what it remembers, how it ends; with tests and programs that need no GPU."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -104,6 +107,25 @@ def test_a_stuck_command_is_ended_with_all_it_started(tmp_path):
     assert runner.ended((sys.executable, "-c", code), tmp_path, 1.5) is None and time.monotonic() - start < 10
     assert not is_running(int((tmp_path / "child").read_text()))
     assert runner.ended((sys.executable, "-c", "raise SystemExit(3)"), tmp_path, 60) == 3
+
+
+def test_a_command_ends_with_the_process_that_is_told_to_stop(tmp_path):
+    """As by `timeout`: a suite that ran on would share the GPU and the records with the next call."""
+    child = "import os, pathlib, time; pathlib.Path('child').write_text(f'{os.getpid()}.'); time.sleep(60)"
+    code = f"""
+import sys
+from pathlib import Path
+from tests.gpu_run.runner import ended
+ended((sys.executable, "-c", {child!r}), Path({str(tmp_path)!r}), 60)
+"""
+    parent, file = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT), tmp_path / "child"
+    while not (file.exists() and file.read_text().endswith(".")):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.terminate()
+    assert parent.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text().rstrip(".")), 0)
 
 
 def is_running(pid):
