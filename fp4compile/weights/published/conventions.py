@@ -7,7 +7,8 @@ compressed-tensors 0.20):
     compressed-tensors   divides: weight_global_scale = 2688 / amax. value = code * block scale / weight_global_scale
 
 Float32 scales of FP8 weights always multiply, also those that DeepSeek's checkpoints call weight_scale_inv. Files may
-hold them in 16 bits or as E8M0, which float32 holds exactly.
+hold them in 16 bits or as E8M0, which float32 holds exactly. Experts in one tensor `experts.gate_up_proj` have the
+names of a layer's tensors behind its name: gate_up_proj_weight_scale, or gate_up_proj_scale_inv in DeepSeek's layout.
 """
 
 import warnings
@@ -42,7 +43,7 @@ from fp4compile.weights.sharing import is_byte_float
 # global scale is 1. An activation is below the largest fp16.
 _LARGEST = {"weight": NVFP4_MAX, "activation": 65504.0}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)  # of float32 scales in files
-_FUSED_SCALES = "_scale_inv"  # of experts in one tensor, as transformers writes them
+DIFFERENT_SCALES = "the static activation scales of the experts of a layer differ; the largest is used for all"
 HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 
 
@@ -122,14 +123,14 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
         scheme_of = layout.schemes(config).of
         schemes = {layer: scheme_of(layer, f"{layer}.weight_packed" in tensors) for layer in sorted(packed)}
         fused = {name: scheme_of(name, False) for name in sorted(tensors)
-                 if f"{name}{_FUSED_SCALES}" in tensors and not name.endswith(".weight")}  # fmt: skip
+                 if _fused_name(layout, name, layout.scales) in tensors and not name.endswith(".weight")}  # fmt: skip
     with naming(checkpoint.path):
-        _leave_activation_scales(layout, schemes, tensors)
+        _leave_activation_scales(layout, schemes, fused, tensors)
         layers = {
             layer: _take(_of_layer(layout, scheme, layer, tensors), scheme, layer, tensors)
             for layer, scheme in schemes.items()
         }
-        experts = {name: _take_fused(scheme, name, tensors) for name, scheme in fused.items()}
+        experts = {name: _take_fused(layout, scheme, name, tensors) for name, scheme in fused.items()}
     return Contents(layers, experts, tensors)
 
 
@@ -180,13 +181,17 @@ def _holder(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return text if isinstance(text, dict) and "quantization_config" not in config else config
 
 
-def _leave_activation_scales(layout: Layout, schemes: dict[str, Scheme], tensors: dict[str, torch.Tensor]) -> None:
+def _leave_activation_scales(
+    layout: Layout, schemes: dict[str, Scheme], fused: dict[str, Scheme], tensors: dict[str, torch.Tensor]
+) -> None:
     """Skip, with a warning, static scales of activations that a layer does not quantise.
 
     Published checkpoints call layers W4A16_NVFP4 that were calibrated as NVFP4.
     """
     suffixes = {layout.activation_outer, layout.float8_activation} - {""}
     found = [f"{name}.{one}" for name, scheme in schemes.items() if scheme.activation is None for one in suffixes]
+    found += [_fused_name(layout, name, one) for name, scheme in fused.items() if scheme.activation is None
+              for one in suffixes]  # fmt: skip
     if unused := [name for name in found if tensors.pop(name, None) is not None]:
         warnings.warn(f"{len(unused)} scales of activations, such as {unused[0]!r}, are not used: by the configuration "
                       "these layers do not quantise activations", stacklevel=5)  # fmt: skip
@@ -234,19 +239,43 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
     return vars(state) | {"in_features": columns, "out_features": rows}
 
 
-def _take_fused(scheme: Scheme, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Rename the tensors of FP8 experts [experts, out, in] to those of packed experts; returns their state."""
-    data, scales = tensors.pop(name), tensors.pop(f"{name}{_FUSED_SCALES}")
-    if data.dim() != 3 or scales.dim() != 3 or len(data) != len(scales):
-        raise ValueError(f"tensor {name!r}: expected experts [experts, out, in] and a matrix of scales for each, got "
-                         f"shapes {tuple(data.shape)} and {tuple(scales.shape)}")  # fmt: skip
-    parts = [{f"{name}.weight": one, f"{name}.weight_scale_inv": its} for one, its in zip(data, scales, strict=True)]
-    (state, *_) = [_take(FP8, replace(scheme, static=False), name, part) for part in parts]
+def _take_fused(layout: Layout, scheme: Scheme, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Rename the tensors of experts in one tensor to those of packed experts; returns their state.
+
+    The codes are [experts, out, in]; or [experts, in, out], as ModelOpt writes Llama 4's, where the block scales tell,
+    and without block scales the model: `in_first` is None then.
+    """
+    own = {f"{name}.{suffix}": _fused_name(layout, name, suffix) for suffix in layout.tensor_names(scheme).values()}
+    for full in own.values():
+        if full not in tensors:
+            raise ValueError(f"tensor {full!r} is missing")
+    whole = {alone: tensors.pop(full) for alone, full in own.items()}
+    data, scales, block = whole[f"{name}.weight"], whole[f"{name}.{layout.scales}"], formats.get(scheme.weight).block
+    if data.dim() != 3 or not len(data) or (block is not None and (scales.dim() != 3 or len(data) != len(scales))):
+        raise ValueError(f"tensor {name!r}: expected experts of three dimensions and scales for each, got shapes "
+                         f"{tuple(data.shape)} and {tuple(scales.shape)}")  # fmt: skip
+    in_first = None if block is None else data.shape[2] == scales.shape[2]
+    if in_first:
+        whole |= {key: one.mT.contiguous() for key, one in whole.items() if one.dim() == 3}
+    parts = [{key: one[i] if one.dim() and len(one) == len(data) else one for key, one in whole.items()}
+             for i in range(len(data))]  # fmt: skip
+    states = [_take(layout, scheme, name, part) for part in parts]
     for buffer in parts[0]:
         stacked = [as_integers(part[buffer]) for part in parts]
-        own = f"{packed_name(name)}.{buffer.rpartition('.')[2]}"
-        tensors[own] = torch.stack(stacked).view(parts[0][buffer].dtype)
-    return state | {"experts": len(parts), "in_first": False}
+        packed = f"{packed_name(name)}.{buffer.rpartition('.')[2]}"
+        tensors[packed] = torch.stack(stacked).view(parts[0][buffer].dtype)
+    outers = {state["activation_outer"] for state in states}
+    if len(outers) > 1:
+        warnings.warn(DIFFERENT_SCALES, stacklevel=5)
+    return states[0] | {"activation_outer": max(outers) if scheme.static else None, "experts": len(parts),
+                        "in_first": in_first}  # fmt: skip
+
+
+def _fused_name(layout: Layout, name: str, suffix: str) -> str:
+    """The name of a tensor of experts in one tensor: `gate_up_proj_scale_inv`, or ModelOpt's `..._weight_scale`."""
+    if suffix == "weight":
+        return name
+    return f"{name}_{suffix.removeprefix('weight_') if layout is FP8 else suffix}"
 
 
 def _check_matrix(fmt: BlockFormat, named: dict[str, str], found: dict[str, torch.Tensor]) -> tuple[int, int]:

@@ -18,7 +18,9 @@ from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import BUFFERS
+from fp4compile.weights.experts import places_of
 from fp4compile.weights.linear import is_linear, sizes
+from fp4compile.weights.published.conventions import DIFFERENT_SCALES
 from fp4compile.weights.published.expert_names import Experts, ModelTensor, PublishedNames, expert_of
 from fp4compile.weights.published.shards import Checkpoint, Contents
 from fp4compile.weights.sharing import is_byte_float
@@ -69,12 +71,13 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
                for name, target in targets.items() if not target.leaves}  # fmt: skip
     _rename(contents, renamed, found)
     scales = [_put_together(model, experts, contents, found) for experts in _experts(targets)]
+    _turn(model, found)
+    _check_codes(model, modules, found.tensors)
     unknown = next(iter(contents.tensors), None)
     if unknown is not None:
         raise ValueError(f"the model has no {unknown.rpartition('.')[0]!r}")
     if any(len(one) > 1 for one in scales):
-        warnings.warn("the static activation scales of the experts of a layer differ; the largest is used for all",
-                      stacklevel=4)  # fmt: skip
+        warnings.warn(DIFFERENT_SCALES, stacklevel=4)
     return found
 
 
@@ -106,6 +109,31 @@ def _leave_scales(model: nn.Module, contents: Contents, names: PublishedNames) -
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in scales}))
         warnings.warn(f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as {scales[0]!r}, "
                       "are not used", stacklevel=5)  # fmt: skip
+
+
+def _turn(model: nn.Module, found: Contents) -> None:
+    """Transpose experts of which only the model tells that it has them as [experts, in, out]."""
+    places = {name: place for place in places_of(model, is_linear) for name in place.names}
+    for name, state in found.experts.items():
+        if state["in_first"] is not None:
+            continue
+        state["in_first"] = name in places and bool(places[name].in_first)
+        if state["in_first"]:
+            codes = f"{packed_name(name)}.weight_data"
+            found.tensors[codes] = found.tensors[codes].mT.contiguous()
+            state |= {"in_features": state["out_features"], "out_features": state["in_features"]}
+
+
+def _check_codes(model: nn.Module, modules: dict[str, nn.Module], tensors: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError for codes that are in no packed layer: transformers would cast them, without their scales."""
+    own = model.state_dict()
+    for name, tensor in tensors.items():
+        holder, _, child = name.rpartition(".")
+        codes = tensor.dtype in (torch.uint8, torch.int8) or is_byte_float(tensor.dtype)
+        if not codes or child in BUFFERS or holder not in modules:
+            continue
+        if name not in own or own[name].dtype.itemsize > 1:
+            raise ValueError(f"tensor {name!r} is {tensor.dtype}: codes of a weight in a layout that is not known here")
 
 
 def _target(name: str, contents: Contents, names: PublishedNames) -> ModelTensor:

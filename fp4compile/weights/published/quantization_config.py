@@ -80,8 +80,8 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
             # Published checkpoints call themselves "NVFP4" although no group of theirs quantises activations.
             return replace(scheme, activation=None, static=False) if scheme.static and weights_alone else scheme
         place = expert_of(layer)
-        name = layer if layer in layers or place is None else place[0]  # experts may share one entry
-        entry = member(layers, name, dict)
+        holder = layer.rpartition(".")[0] if place is None else place[0]  # experts may share its entry
+        entry = member(layers, layer if layer in layers else holder, dict)
         if entry is None:
             raise ValueError(f"layer {layer!r} is quantised, and quantized_layers does not tell how")
         return _modelopt_scheme(layer, entry)
