@@ -1,9 +1,8 @@
 """Combine a checkpoint's separate experts into the parameters [experts, out, in] of a model.
 
 Experts are stacked, and each expert's layers (gate and up) are concatenated along the out features. Each expert has
-one NVFP4 global scale, equal in its layers, as ModelOpt exports them; FP8 global scales that differ in an expert's
-layers become row scales. All experts have one static scale of the activations, the largest of theirs, so that no
-further value saturates.
+one global scale; where those of an expert's layers differ, they become row scales. All experts have one static scale of
+the activations, the largest of theirs, so that no further value saturates.
 """
 
 import re
@@ -89,6 +88,7 @@ def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from ((layer, part.clone()) for layer, part in zip(layers, rows, strict=True))
 
 
+_BY_ROWS = {"float8_tensor": "float8_rowwise", "nvfp4": "nvfp4_rowwise"}  # formats with a global and with row scales
 # Names of the scales by which attention quantises queries, keys, values, probabilities or their cache.
 _ATTENTION_SCALES = re.compile(
     r"""
@@ -222,15 +222,14 @@ def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents
 
 
 def _by_rows(layers: list[list[str]], contents: Contents) -> None:
-    """Replace FP8 global scales by equal row scales if the layers of an expert have different ones."""
+    """Replace global scales by equal row scales if the layers of an expert have different ones."""
     flat = [layer for one in layers for layer in one if layer in contents.layers]
-    if not flat or contents.layers[flat[0]]["weight"] != "float8_tensor":
-        return
-    scales = {layer: contents.tensors[f"{layer}.weight_outer"] for layer in flat}
-    if all(torch.equal(scales[layer], scales[one[0]]) for one in layers for layer in one):
+    by_rows = _BY_ROWS.get(contents.layers[flat[0]]["weight"]) if flat else None
+    scales = {layer: contents.tensors[f"{layer}.weight_outer"] for layer in flat if by_rows is not None}
+    if by_rows is None or all(torch.equal(scales[layer], scales[one[0]]) for one in layers for layer in one):
         return
     for layer in flat:
-        contents.layers[layer] |= {"weight": "float8_rowwise"}
+        contents.layers[layer] |= {"weight": by_rows}
         rows = contents.layers[layer]["out_features"]
         contents.tensors[f"{layer}.weight_outer"] = scales[layer].expand(rows, 1).contiguous()
 
@@ -279,9 +278,4 @@ def _stacked(contents: Contents, layers: list[list[str]], tensor: str) -> torch.
 def _one_each(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:
     """A tensor [] that is equal in all layers of an expert, stacked: [experts]."""
     scales = [[contents.tensors.pop(f"{layer}.{tensor}") for layer in one] for one in layers]
-    for one, names in zip(scales, layers, strict=True):
-        for scale, layer in zip(one, names, strict=True):
-            if not torch.equal(scale, one[0]):
-                raise ValueError(f"layers {names[0]!r} and {layer!r} have global scales {one[0].item():g} and "
-                                 f"{scale.item():g}; as parts of one weight they must have the same")  # fmt: skip
     return torch.stack([one[0] for one in scales])
