@@ -242,6 +242,45 @@ def test_autofp8_names_its_scales_as_vllm_does(tmp_path):
     assert layer.layer_format.activation_outer == 0.25
 
 
+def test_layers_of_one_file_may_name_their_scales_either_way(tmp_path):
+    tensors, meant = written(tmp_path / "made", fresh_model(), "fp8", {Q: Block, DOWN: Block})
+    tensors[f"{DOWN}.weight_scale"] = tensors.pop(f"{DOWN}.weight_scale_inv")
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    model = loaded(tmp_path / "made")
+    for name, meaning in meant.items():
+        assert torch.equal(model.get_submodule(name).weight, meaning), name
+    save_file(tensors | {f"{Q}.weight_scale": torch.ones(2, 2)}, tmp_path / "made" / "model.safetensors")
+    with pytest.raises(ValueError, match=f"the model has no '{Q}.weight_scale'"):
+        loaded(tmp_path / "made")
+
+
+@pytest.mark.parametrize("algorithm", ["FP8_BLOCK_SCALES", "FP8_PB_WO"])
+def test_deepseeks_layers_in_a_mixed_checkpoint_of_modelopt(tmp_path, algorithm):
+    """As NVIDIA publishes them: left as they were, with scales in bfloat16. Its two configurations name them so."""
+    kind = type("Mixed", (Block,), {"modelopt": {"quant_algo": algorithm, "group_size": 128}})
+    tensors, meant = written(tmp_path / "made", fresh_model(), "modelopt", {Q: kind, DOWN: NVFP4})
+    scales = tensors.pop(f"{Q}.weight_scale").bfloat16()
+    meant[Q] = tensors[f"{Q}.weight"].float() * blocks_of(scales.float(), meant[Q].shape, (128, 128))
+    save_file(tensors | {f"{Q}.weight_scale_inv": scales}, tmp_path / "made" / "model.safetensors")
+    model = loaded(tmp_path / "made")
+    for name, meaning in meant.items():
+        assert torch.equal(model.get_submodule(name).weight, meaning), name
+    activation = "float8_1x128" if algorithm == "FP8_BLOCK_SCALES" else None
+    assert model.get_submodule(Q).layer_format.activation == activation
+    expected = "activations as they come" if activation is None else "float8_1x128 activations"
+    assert f"float8_128x128 weights, {expected}" in _formats_of(tmp_path / "made")
+
+
+@pytest.mark.parametrize("kind", [Tensor, Row, Block])
+def test_reciprocals_of_scales_are_refused(tmp_path, kind):
+    library, name = ("fp8", "weight_scale_inv") if kind is Block else ("modelopt", "weight_scale")
+    tensors, _ = written(tmp_path / "made", fresh_model(), library, {Q: kind})
+    tensors[f"{Q}.{name}"] = 1 / tensors[f"{Q}.{name}"]
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{Q}.{name}': has .* it looks like the reciprocal of a scale"):
+        loaded(tmp_path / "made")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -312,6 +312,20 @@ def test_a_checkpoint_named_nvfp4_whose_groups_quantise_no_activations_has_weigh
         loaded(folder)
 
 
+def test_static_scales_of_activations_that_are_not_quantised_are_left_out(tmp_path):
+    """NVIDIA's checkpoints have them in layers that the configuration calls W4A16_NVFP4."""
+    shutil.copytree(DATA / "modelopt_nvfp4", tmp_path / "made")
+    (tmp_path / "made" / "config.json").unlink()
+    file = tmp_path / "made" / "hf_quant_config.json"
+    file.write_text(file.read_text().replace('"NVFP4"', '"W4A16_NVFP4"'))
+    count = sum(name.endswith("input_scale") for name in tensors_of(tmp_path / "made"))
+    with pytest.warns(UserWarning, match=f"^{count} scales of activations, such as '.*input_scale', are not used"):
+        model = loaded(tmp_path / "made")
+    expected = loaded(DATA / "modelopt_nvfp4").get_submodule(DOWN)
+    assert model.get_submodule(DOWN).layer_format.activation is None
+    assert torch.equal(model.get_submodule(DOWN).weight, expected.weight)
+
+
 # ---------------------------------------------------------------- writing
 
 

@@ -7,9 +7,11 @@ compressed-tensors 0.20):
     compressed-tensors   divides: weight_global_scale = 2688 / amax. value = code * block scale / weight_global_scale
 
 Float32 scales of FP8 weights always multiply, also those that DeepSeek's checkpoints call weight_scale_inv. Files may
-hold them in 16 bits or as E8M0, which float32 holds exactly.
+hold them in 16 bits or as E8M0, which float32 holds exactly. Experts in one tensor `experts.gate_up_proj` have the
+names of a layer's tensors behind its name: gate_up_proj_weight_scale, or gate_up_proj_scale_inv in DeepSeek's layout.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat, as_integers
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.reference import NVFP4_MAX
+from fp4compile.formats.reference import E4M3_MAX, NVFP4_MAX
 from fp4compile.recipe import Recipe
 from fp4compile.weights.buffers import LayerFormat
 from fp4compile.weights.published.gpt_oss import MXFP4, has_mxfp4_experts, read_mxfp4_experts
@@ -37,11 +39,11 @@ from fp4compile.weights.published.shards import Checkpoint, Contents, naming
 from fp4compile.weights.scale_checks import TINY, check_block_scales, check_outer, check_powers_of_two
 from fp4compile.weights.sharing import is_byte_float
 
-# A global scale whose amax reaches these values is assumed to be the reciprocal. No weight is as large as 2688, where
-# the global scale is 1. An activation is below the largest fp16.
+# A scale whose amax reaches these values is assumed to be the reciprocal. No weight is as large as 2688, where NVFP4's
+# global scale is 1. An activation is below the largest fp16.
 _LARGEST = {"weight": NVFP4_MAX, "activation": 65504.0}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)  # of float32 scales in files
-_FUSED_SCALES = "_scale_inv"  # of experts in one tensor, as transformers writes them
+DIFFERENT_SCALES = "the static activation scales of the experts of a layer differ; the largest is used for all"
 HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 
 
@@ -90,6 +92,8 @@ COMPRESSED_TENSORS = Layout(
 FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes)
 # AutoFP8's, which vLLM reads, too; the configuration is the same.
 _AUTO_FP8 = replace(FP8, scales="weight_scale", float8_activation="input_scale")
+# DeepSeek's layers of a mixed checkpoint, left as they were published.
+_DEEPSEEK_IN_MODELOPT = replace(MODELOPT, scales="weight_scale_inv")
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)}  # by quant_method
 
 
@@ -109,22 +113,24 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     if recipe is not None:
         raise ValueError(f"recipe: a checkpoint of {layout.name} says itself how its layers multiply; expected None")
     tensors = dict(checkpoint.tensors)
-    if layout is FP8 and any(name.endswith(".weight_scale") for name in tensors):
-        layout = _AUTO_FP8
     packed = {
         name.rpartition(".")[0]
         for name, tensor in tensors.items()
-        if name.endswith((f".{layout.scales}", ".weight_packed"))
+        if name.endswith((".weight_scale", ".weight_scale_inv", ".weight_packed"))
         or (name.endswith(".weight") and (tensor.dtype == torch.uint8 or is_byte_float(tensor.dtype)))
     }
     with naming(checkpoint.folder / file):
         scheme_of = layout.schemes(config).of
         schemes = {layer: scheme_of(layer, f"{layer}.weight_packed" in tensors) for layer in sorted(packed)}
         fused = {name: scheme_of(name, False) for name in sorted(tensors)
-                 if f"{name}{_FUSED_SCALES}" in tensors and not name.endswith(".weight")}  # fmt: skip
+                 if _fused_name(layout, name, layout.scales) in tensors and not name.endswith(".weight")}  # fmt: skip
     with naming(checkpoint.path):
-        layers = {layer: _take(layout, scheme, layer, tensors) for layer, scheme in schemes.items()}
-        experts = {name: _take_fused(scheme, name, tensors) for name, scheme in fused.items()}
+        _leave_activation_scales(layout, schemes, fused, tensors)
+        layers = {
+            layer: _take(_of_layer(layout, scheme, layer, tensors), scheme, layer, tensors)
+            for layer, scheme in schemes.items()
+        }
+        experts = {name: _take_fused(layout, scheme, name, tensors) for name, scheme in fused.items()}
     return Contents(layers, experts, tensors)
 
 
@@ -175,6 +181,33 @@ def _holder(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return text if isinstance(text, dict) and "quantization_config" not in config else config
 
 
+def _leave_activation_scales(
+    layout: Layout, schemes: dict[str, Scheme], fused: dict[str, Scheme], tensors: dict[str, torch.Tensor]
+) -> None:
+    """Skip, with a warning, static scales of activations that a layer does not quantise.
+
+    Published checkpoints call layers W4A16_NVFP4 that were calibrated as NVFP4.
+    """
+    suffixes = {layout.activation_outer, layout.float8_activation} - {""}
+    found = [f"{name}.{one}" for name, scheme in schemes.items() if scheme.activation is None for one in suffixes]
+    found += [_fused_name(layout, name, one) for name, scheme in fused.items() if scheme.activation is None
+              for one in suffixes]  # fmt: skip
+    if unused := [name for name in found if tensors.pop(name, None) is not None]:
+        warnings.warn(f"{len(unused)} scales of activations, such as {unused[0]!r}, are not used: by the configuration "
+                      "these layers do not quantise activations", stacklevel=5)  # fmt: skip
+
+
+def _of_layer(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> Layout:
+    """The layout of one layer: that of its scales' name, where two names are known for FP8 scales."""
+    other = None
+    if layout is FP8:
+        other = _AUTO_FP8
+    elif layout is MODELOPT and scheme.weight == "float8_128x128":
+        other = _DEEPSEEK_IN_MODELOPT
+    own = f"{layer}.{layout.scales}" in tensors
+    return layout if own or other is None or f"{layer}.{other.scales}" not in tensors else other
+
+
 def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Rename the tensors of a layer to the buffers of a packed layer; returns the packed layer's state."""
     named = {buffer: f"{layer}.{suffix}" for buffer, suffix in layout.tensor_names(scheme).items()}
@@ -193,6 +226,8 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
             shape = (rows, 1) if kind == "weight" and fmt.outer == "row" else ()
             found[buffer] = _float32(named[buffer], found[buffer], shape)
             check_outer(named[buffer], found[buffer], TINY)
+            if kind == "weight":
+                _check_float8(named[buffer], found[buffer])
             continue
         outer = found[buffer] = _decoding(layout, named[buffer], found[buffer])
         zeros = kind == "weight" and outer == 1 and not found["weight_data"].any()  # zeros always have scale 1
@@ -204,19 +239,43 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
     return vars(state) | {"in_features": columns, "out_features": rows}
 
 
-def _take_fused(scheme: Scheme, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Rename the tensors of FP8 experts [experts, out, in] to those of packed experts; returns their state."""
-    data, scales = tensors.pop(name), tensors.pop(f"{name}{_FUSED_SCALES}")
-    if data.dim() != 3 or scales.dim() != 3 or len(data) != len(scales):
-        raise ValueError(f"tensor {name!r}: expected experts [experts, out, in] and a matrix of scales for each, got "
-                         f"shapes {tuple(data.shape)} and {tuple(scales.shape)}")  # fmt: skip
-    parts = [{f"{name}.weight": one, f"{name}.weight_scale_inv": its} for one, its in zip(data, scales, strict=True)]
-    (state, *_) = [_take(FP8, replace(scheme, static=False), name, part) for part in parts]
+def _take_fused(layout: Layout, scheme: Scheme, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Rename the tensors of experts in one tensor to those of packed experts; returns their state.
+
+    The codes are [experts, out, in]; or [experts, in, out], as ModelOpt writes Llama 4's, where the block scales tell,
+    and without block scales the model: `in_first` is None then.
+    """
+    own = {f"{name}.{suffix}": _fused_name(layout, name, suffix) for suffix in layout.tensor_names(scheme).values()}
+    for full in own.values():
+        if full not in tensors:
+            raise ValueError(f"tensor {full!r} is missing")
+    whole = {alone: tensors.pop(full) for alone, full in own.items()}
+    data, scales, block = whole[f"{name}.weight"], whole[f"{name}.{layout.scales}"], formats.get(scheme.weight).block
+    if data.dim() != 3 or not len(data) or (block is not None and (scales.dim() != 3 or len(data) != len(scales))):
+        raise ValueError(f"tensor {name!r}: expected experts of three dimensions and scales for each, got shapes "
+                         f"{tuple(data.shape)} and {tuple(scales.shape)}")  # fmt: skip
+    in_first = None if block is None else data.shape[2] == scales.shape[2]
+    if in_first:
+        whole |= {key: one.mT.contiguous() for key, one in whole.items() if one.dim() == 3}
+    parts = [{key: one[i] if one.dim() and len(one) == len(data) else one for key, one in whole.items()}
+             for i in range(len(data))]  # fmt: skip
+    states = [_take(layout, scheme, name, part) for part in parts]
     for buffer in parts[0]:
         stacked = [as_integers(part[buffer]) for part in parts]
-        own = f"{packed_name(name)}.{buffer.rpartition('.')[2]}"
-        tensors[own] = torch.stack(stacked).view(parts[0][buffer].dtype)
-    return state | {"experts": len(parts), "in_first": False}
+        packed = f"{packed_name(name)}.{buffer.rpartition('.')[2]}"
+        tensors[packed] = torch.stack(stacked).view(parts[0][buffer].dtype)
+    outers = {state["activation_outer"] for state in states}
+    if len(outers) > 1:
+        warnings.warn(DIFFERENT_SCALES, stacklevel=5)
+    return states[0] | {"activation_outer": max(outers) if scheme.static else None, "experts": len(parts),
+                        "in_first": in_first}  # fmt: skip
+
+
+def _fused_name(layout: Layout, name: str, suffix: str) -> str:
+    """The name of a tensor of experts in one tensor: `gate_up_proj_scale_inv`, or ModelOpt's `..._weight_scale`."""
+    if suffix == "weight":
+        return name
+    return f"{name}_{suffix.removeprefix('weight_') if layout is FP8 else suffix}"
 
 
 def _check_matrix(fmt: BlockFormat, named: dict[str, str], found: dict[str, torch.Tensor]) -> tuple[int, int]:
@@ -235,6 +294,8 @@ def _check_matrix(fmt: BlockFormat, named: dict[str, str], found: dict[str, torc
         raise ValueError(f"tensor {name!r}: expected shape {expected}, one scale for {block} of "
                          f"{named['weight_data']!r} {(rows, columns)}; got {tuple(scales.shape)}")  # fmt: skip
     check_block_scales(name, scales)
+    if fmt.scale_dtype == torch.float32:
+        _check_float8(name, scales)
     if fmt.contract == "te_pow2":
         check_powers_of_two(name, scales)
     return rows, columns
@@ -273,6 +334,14 @@ def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
     stored = stored.reshape(())
     check_outer(name, stored, TINY)
     return inverted(stored, divisor=True) if layout.divides else stored
+
+
+def _check_float8(name: str, scales: torch.Tensor) -> None:
+    """Raise ValueError for scales of an FP8 weight that look like the reciprocals of the factors that decode."""
+    amax = scales.max() * E4M3_MAX if scales.numel() else torch.zeros(())
+    if amax >= _LARGEST["weight"]:
+        raise ValueError(f"tensor {name!r}: has {scales.max().item():g}, which would be the scale of an amax of "
+                         f"{amax.item():g}; it looks like the reciprocal of a scale")  # fmt: skip
 
 
 def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:

@@ -1,9 +1,8 @@
 """Combine a checkpoint's separate experts into the parameters [experts, out, in] of a model.
 
 Experts are stacked, and each expert's layers (gate and up) are concatenated along the out features. Each expert has
-one NVFP4 global scale, equal in its layers, as ModelOpt exports them; FP8 global scales that differ in an expert's
-layers become row scales. All experts have one static scale of the activations, the largest of theirs, so that no
-further value saturates.
+one global scale; where those of an expert's layers differ, they become row scales. All experts have one static scale of
+the activations, the largest of theirs, so that no further value saturates.
 """
 
 import re
@@ -18,7 +17,9 @@ from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import BUFFERS
+from fp4compile.weights.experts import places_of
 from fp4compile.weights.linear import is_linear, sizes
+from fp4compile.weights.published.conventions import DIFFERENT_SCALES
 from fp4compile.weights.published.expert_names import Experts, ModelTensor, PublishedNames, expert_of
 from fp4compile.weights.published.shards import Checkpoint, Contents
 from fp4compile.weights.sharing import is_byte_float
@@ -69,12 +70,13 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
                for name, target in targets.items() if not target.leaves}  # fmt: skip
     _rename(contents, renamed, found)
     scales = [_put_together(model, experts, contents, found) for experts in _experts(targets)]
+    _turn(model, found)
+    _check_codes(model, modules, found.tensors)
     unknown = next(iter(contents.tensors), None)
     if unknown is not None:
         raise ValueError(f"the model has no {unknown.rpartition('.')[0]!r}")
     if any(len(one) > 1 for one in scales):
-        warnings.warn("the static activation scales of the experts of a layer differ; the largest is used for all",
-                      stacklevel=4)  # fmt: skip
+        warnings.warn(DIFFERENT_SCALES, stacklevel=4)
     return found
 
 
@@ -86,6 +88,7 @@ def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from ((layer, part.clone()) for layer, part in zip(layers, rows, strict=True))
 
 
+_BY_ROWS = {"float8_tensor": "float8_rowwise", "nvfp4": "nvfp4_rowwise"}  # formats with a global and with row scales
 # Names of the scales by which attention quantises queries, keys, values, probabilities or their cache.
 _ATTENTION_SCALES = re.compile(
     r"""
@@ -106,6 +109,31 @@ def _leave_scales(model: nn.Module, contents: Contents, names: PublishedNames) -
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in scales}))
         warnings.warn(f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as {scales[0]!r}, "
                       "are not used", stacklevel=5)  # fmt: skip
+
+
+def _turn(model: nn.Module, found: Contents) -> None:
+    """Transpose experts of which only the model tells that it has them as [experts, in, out]."""
+    places = {name: place for place in places_of(model, is_linear) for name in place.names}
+    for name, state in found.experts.items():
+        if state["in_first"] is not None:
+            continue
+        state["in_first"] = name in places and bool(places[name].in_first)
+        if state["in_first"]:
+            codes = f"{packed_name(name)}.weight_data"
+            found.tensors[codes] = found.tensors[codes].mT.contiguous()
+            state |= {"in_features": state["out_features"], "out_features": state["in_features"]}
+
+
+def _check_codes(model: nn.Module, modules: dict[str, nn.Module], tensors: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError for codes that are in no packed layer: transformers would cast them, without their scales."""
+    own = model.state_dict()
+    for name, tensor in tensors.items():
+        holder, _, child = name.rpartition(".")
+        codes = tensor.dtype in (torch.uint8, torch.int8) or is_byte_float(tensor.dtype)
+        if not codes or child in BUFFERS or holder not in modules:
+            continue
+        if name not in own or own[name].dtype.itemsize > 1:
+            raise ValueError(f"tensor {name!r} is {tensor.dtype}: codes of a weight in a layout that is not known here")
 
 
 def _target(name: str, contents: Contents, names: PublishedNames) -> ModelTensor:
@@ -194,15 +222,14 @@ def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents
 
 
 def _by_rows(layers: list[list[str]], contents: Contents) -> None:
-    """Replace FP8 global scales by equal row scales if the layers of an expert have different ones."""
+    """Replace global scales by equal row scales if the layers of an expert have different ones."""
     flat = [layer for one in layers for layer in one if layer in contents.layers]
-    if not flat or contents.layers[flat[0]]["weight"] != "float8_tensor":
-        return
-    scales = {layer: contents.tensors[f"{layer}.weight_outer"] for layer in flat}
-    if all(torch.equal(scales[layer], scales[one[0]]) for one in layers for layer in one):
+    by_rows = _BY_ROWS.get(contents.layers[flat[0]]["weight"]) if flat else None
+    scales = {layer: contents.tensors[f"{layer}.weight_outer"] for layer in flat if by_rows is not None}
+    if by_rows is None or all(torch.equal(scales[layer], scales[one[0]]) for one in layers for layer in one):
         return
     for layer in flat:
-        contents.layers[layer] |= {"weight": "float8_rowwise"}
+        contents.layers[layer] |= {"weight": by_rows}
         rows = contents.layers[layer]["out_features"]
         contents.tensors[f"{layer}.weight_outer"] = scales[layer].expand(rows, 1).contiguous()
 
@@ -251,9 +278,4 @@ def _stacked(contents: Contents, layers: list[list[str]], tensor: str) -> torch.
 def _one_each(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:
     """A tensor [] that is equal in all layers of an expert, stacked: [experts]."""
     scales = [[contents.tensors.pop(f"{layer}.{tensor}") for layer in one] for one in layers]
-    for one, names in zip(scales, layers, strict=True):
-        for scale, layer in zip(one, names, strict=True):
-            if not torch.equal(scale, one[0]):
-                raise ValueError(f"layers {names[0]!r} and {layer!r} have global scales {one[0].item():g} and "
-                                 f"{scale.item():g}; as parts of one weight they must have the same")  # fmt: skip
     return torch.stack([one[0] for one in scales])

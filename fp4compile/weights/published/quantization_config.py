@@ -62,6 +62,8 @@ MODELOPT_SCHEMES = {
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("float8_rowwise", "float8_rowwise"),
     "FP8_PB_WO": Scheme("float8_128x128", None),
 }
+# TensorRT-LLM's name of DeepSeek's FP8, which NVIDIA's mixed checkpoints have for layers that they did not quantise.
+_READ_SCHEMES = MODELOPT_SCHEMES | {"FP8_BLOCK_SCALES": Scheme("float8_128x128", "float8_1x128")}
 
 
 def modelopt_schemes(config: dict[str, Any]) -> Schemes:
@@ -78,8 +80,8 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
             # Published checkpoints call themselves "NVFP4" although no group of theirs quantises activations.
             return replace(scheme, activation=None, static=False) if scheme.static and weights_alone else scheme
         place = expert_of(layer)
-        name = layer if layer in layers or place is None else place[0]  # experts may share one entry
-        entry = member(layers, name, dict)
+        holder = layer.rpartition(".")[0] if place is None else place[0]  # experts may share its entry
+        entry = member(layers, layer if layer in layers else holder, dict)
         if entry is None:
             raise ValueError(f"layer {layer!r} is quantised, and quantized_layers does not tell how")
         return _modelopt_scheme(layer, entry)
@@ -91,10 +93,10 @@ def _modelopt_scheme(layer: str, entry: dict[str, Any]) -> Scheme:
     algorithm = member(entry, "quant_algo", str, "").upper()
     if algorithm in ("", "NONE"):
         raise ValueError(f"layer {layer!r} is quantised, and the configuration has no quant_algo that tells how; "
-                         f"allowed are {', '.join([*MODELOPT_SCHEMES, 'MIXED_PRECISION'])}")  # fmt: skip
-    if algorithm not in MODELOPT_SCHEMES:
-        raise ValueError(unknown_name("quant_algo", algorithm, [*MODELOPT_SCHEMES, "MIXED_PRECISION"]))
-    scheme = MODELOPT_SCHEMES[algorithm]
+                         f"allowed are {', '.join([*_READ_SCHEMES, 'MIXED_PRECISION'])}")  # fmt: skip
+    if algorithm not in _READ_SCHEMES:
+        raise ValueError(unknown_name("quant_algo", algorithm, [*_READ_SCHEMES, "MIXED_PRECISION"]))
+    scheme = _READ_SCHEMES[algorithm]
     fmt = formats.get(scheme.weight)
     size, expected = entry.get("group_size"), fmt.block_cols
     if size is not None and fmt.block is not None and size != expected:
