@@ -194,9 +194,8 @@ def claims() -> dict[str, list[str]]:
     prefill8 = f"in {cells.number(packed8['prefill x'], 2)} of"
     by_rows = {
         m: [row["weights only"] / row["bf16"] for row in stored("float8_linear_h200.json")["rows"] if row["M"] in m]
-        for m in ((1, 8, 16), (32, 64), (8192,))
+        for m in ((1, 8, 16, 32), (64,), (256,), (8192,))
     }
-    assert max(by_rows[1, 8, 16]) < 1.0
     prefill = f"prefill takes {cells.number(packed['prefill x'], 2)} times"
     many = {row["shape"]: row["weight-only x"] for row in stored("many_rows_h200.json")["rows"]}
     faster, slower = (
@@ -229,8 +228,9 @@ def claims() -> dict[str, list[str]]:
         "docs/results.md": [
             prefill,
             f"at {cells.number(packed8['decode x'], 2)} times bf16's speed and prefills {prefill8} its time",
-            f"faster up to 16 tokens, take {span(by_rows[32, 64], 1)} times bf16's time with 32 or 64, and "
-            f"{cells.number(max(by_rows[8192,]), 2)} with 8192",
+            f"{span((1 / x for x in by_rows[1, 8, 16, 32]), 1)} times as fast up to 32 tokens",
+            f"take {span(by_rows[64,], 1)} times bf16's time with 64, {span(by_rows[256,], 1)} times with 256, and "
+            f"{span(by_rows[8192,], 1)} times with 8192",
             f"with 128 tokens it is {faster} times as fast,",
             f"with 512 to 2048 tokens it takes {slower} times as long",
         ],
