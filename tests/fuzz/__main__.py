@@ -11,7 +11,7 @@ if "--launches" in sys.argv:  # before Triton is imported
 
 import torch
 
-from tests.fuzz import layers, models, weights, writes  # noqa: F401 (some register the kinds of steps)
+from tests.fuzz import layers, models, products, weights, writes  # noqa: F401 (some register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
@@ -25,6 +25,8 @@ def main() -> int:
     warnings.simplefilter("ignore")  # of programs whose recipe leaves all alone, and of Dynamo
     if options.writes:
         return min(1, writes.search(options.seed, options.count))
+    if options.products:
+        return min(1, products.search(options.seed, options.count))
     fuzzer = fuzzer_of(options)
     start, found = time.perf_counter(), 0
     for seed in options.seeds or range(options.seed, options.seed + options.count):
@@ -75,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--launches", action="store_true", help="launch every op in Triton's interpreter")
     parser.add_argument("--writes", action="store_true", help="sequences of writes to weights, whose packed forms must "
                         "never be older")  # fmt: skip
+    parser.add_argument("--products", action="store_true", help="matmuls of random formats and sizes, in the simulator")
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
     return parser
 

@@ -235,13 +235,15 @@ def _draw_inputs(draft: Draft) -> None:
 
 _NVFP4 = ("nvfp4", "nvfp4_one_level", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16")
 _MX = ("mxfp8", "mxfp8_floor", "mxfp8_ceil", "mxfp8_even", "mxfp8_e5m2", "mxfp8_32x32", "mxfp4")
+_FLOAT8 = ("float8_rowwise", "float8_tensor")
+_FLOAT8_BLOCKS = ("float8_1x128", "float8_128x128")
 _PRODUCTS = {
     "fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgrad": ("wgrad_dy", "wgrad_x"),
     "attention": ("attention_a", "attention_b"),
 }  # fmt: skip
 _SHARES = {"fprop": 0.9, "dgrad": 0.8, "wgrad": 0.8, "attention": 0.25}
 _RULES = ("skip", "quantize", "mxfp8", "mxfp4", "nvfp4", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4_weight_only",
-          "mxfp8_32x32", "float8_rowwise")  # fmt: skip
+          "mxfp8_32x32", "float8_rowwise", "float8_tensor", "float8_block")  # fmt: skip
 
 
 def draw_recipe(draft: Draft) -> Recipe:
@@ -265,8 +267,8 @@ def draw_recipe(draft: Draft) -> Recipe:
 
 
 def _formats(rng: random.Random) -> tuple[str | None, str | None]:
-    family = rng.choice((_NVFP4, _NVFP4, _MX, _MX, ("float8_rowwise",)))
+    family = rng.choice((_NVFP4, _NVFP4, _MX, _MX, _FLOAT8, _FLOAT8_BLOCKS))
     pair = [rng.choice(family), rng.choice(family)]
-    if family[0] != "float8_rowwise" and rng.random() < 0.15:
+    if rng.random() < 0.15:
         pair[rng.randrange(2)] = None
     return tuple(pair)

@@ -1,0 +1,26 @@
+"""The fuzzer of products: `make test` runs a few of its seeds, and one that finds a planted fault."""
+
+import pytest
+
+from fp4compile.templates.gemm import float8_tiles
+from fp4compile.templates.launch import launch
+from tests.fuzz.products import wrong_with
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_products(first):
+    for seed in range(first, first + 10):
+        wrong, what, _ = wrong_with(seed)
+        assert not wrong, (what, wrong)
+
+
+def test_a_planted_fault_is_found(monkeypatch):
+    """Rows of 16-bit activations of 208 elements, read as if they were padded to whole blocks, as rows of codes are."""
+
+    def with_padded_rows(*arguments, **options):
+        *others, width, _ = arguments
+        return launch(*others, width, width, **options)
+
+    monkeypatch.setattr(float8_tiles, "launch", with_padded_rows)
+    wrong, what, kernels = wrong_with(153)
+    assert kernels == ["float8_weight_tiles"] and "35x600x208" in what and wrong
