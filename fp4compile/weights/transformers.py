@@ -9,7 +9,7 @@ that there is only one weight in high precision at a time. Of a checkpoint that 
 import copy
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,9 @@ class PublishedConfig(Fp4CompileConfig):
 class Fp4CompileQuantizer(HfQuantizer):
     """Loads and saves packed models, and packs a model by its configuration's recipe while it is loaded.
 
-    waiting: the packed weights of the checkpoint, and the shells in their places. unread: the weights to pack as they
-    are read, by the names of their parameters. late: the weights to pack when the model has been loaded.
+    waiting: the packed weights of the checkpoint, and the shells in their places. strays: those that the class lacks
+    without saying so, with the model's block that would have them. unread: the weights to pack as they are read, by the
+    names of their parameters. late: the weights to pack when the model has been loaded.
     """
 
     quantization_config: Fp4CompileConfig
@@ -103,6 +104,7 @@ class Fp4CompileQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.waiting: list[tuple[Weight, PackedWeight, _Shell]] = []
+        self.strays: dict[str, str] = {}
         self.unread: dict[str, Weight] = {}
         self.late: list[Weight] = []
         self.expected: Any = None  # patterns of tensors that a checkpoint may have besides the model's
@@ -141,7 +143,7 @@ class Fp4CompileQuantizer(HfQuantizer):
             self._untie(model)
             return model
         check_states(config.layers, config.experts)
-        for weight in weights_of(model, *(_of_class(model, states) for states in (config.layers, config.experts))):
+        for weight in weights_of(model, *(self._of_class(model, one) for one in (config.layers, config.experts))):
             packed = weight.empty(model)
             shell = _Awaited(packed, weight.parameter(model), getattr(packed, "bias", None))
             self.waiting.append((weight, packed, shell))
@@ -175,7 +177,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         published = read_published(checkpoint, chosen)
         with naming(folder):
             contents = in_model(model, published, names)
-            weights = weights_of(model, *(_of_class(model, states) for states in (contents.layers, contents.experts)))
+            weights = weights_of(model, *(self._of_class(model, one) for one in (contents.layers, contents.experts)))
             _check_known(weights, contents.tensors)
         tensors = contents.tensors
         self.expected = model._keys_to_ignore_on_load_unexpected
@@ -191,6 +193,30 @@ class Fp4CompileQuantizer(HfQuantizer):
             experts, base = weight.experts is not None, model.base_model_prefix
             ignored |= {pattern for name in weight.names for pattern in _published_as(name, experts, base)}
         model._keys_to_ignore_on_load_unexpected = ignored
+
+    def _of_class(self, model: Any, states: dict[str, dict]) -> dict[str, dict]:
+        """The descriptions of the packed weights that a model's class has; see the function `_of_class`."""
+        found, strays = _of_class(model, states)
+        self.strays |= strays
+        return found
+
+    def _check_strays(self, model: Any) -> None:
+        """Raise ValueError if one block has a packed weight only in the file, and a parameter only in the model.
+
+        These may be the same weights under two names (`moe.experts`, `mlp.experts`), which would be random. Parameters
+        that are on the meta device, and those that the class says are not in files, do not count.
+        """
+        unsaid = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+        random = [
+            name for name, one in model.named_parameters() if self.strays and not one.is_meta
+            and not getattr(one, "_is_hf_initialized", False) and not any(p.search(name) for p in unsaid)
+        ]  # fmt: skip
+        for stray, block in self.strays.items():
+            name = next((name for name in random if name.startswith(f"{block}.")), None)
+            if name is not None:
+                raise ValueError(f"the model has no {stray!r}, and the checkpoint no {name!r}, which would be random: "
+                                 "the class may have another name for this part of the checkpoint")  # fmt: skip
+        self.strays.clear()
 
     def _await_weights(self, model: Any) -> None:
         """List the weights that the recipe packs in `unread`; in `late` if they cannot be packed as they are read."""
@@ -212,6 +238,7 @@ class Fp4CompileQuantizer(HfQuantizer):
                 self.unread.update(dict.fromkeys(weight.parameters, weight))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        self._check_strays(model)
         for weight, _, shell in self.waiting:
             if not shell.missing:
                 continue
@@ -319,8 +346,11 @@ class Fp4CompileQuantizer(HfQuantizer):
         return True
 
 
-def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
+def _of_class(model: Any, states: dict[str, dict]) -> tuple[dict[str, dict], dict[str, str]]:
     """The descriptions of those packed weights that a model's class has, by the names that it has for them.
+
+    Also the blocks that would have those which it lacks without saying so, by their names in the checkpoint. A block is
+    the innermost module with a number for its name.
 
     A checkpoint may be of a class with a head and the model the base of it, or the other way round: names in the base
     then begin after a prefix. A base, and a class with another head, have no weights of the head, and a class may leave
@@ -336,15 +366,27 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
     places = {name: {name, name.removeprefix(prefix), f"{prefix}{name}"} for name in states}
     has_any = any(names & own for names in places.values())
     is_base = has_any and bool(base) and not hasattr(model, base)
-    found = {}
+    found, strays = {}, {}
     for name, state in states.items():
         names = places[name]
         in_head = (has_head and not name.startswith(prefix)) or (is_base and "." not in name)
         left_out = in_head or any(pattern.search(name) for pattern in unused) or any(_is_none(model, n) for n in names)
-        left_out |= has_any and own.isdisjoint(n.rpartition(".")[0] for n in names)
-        if names & own or not left_out:
+        no_holder = has_any and own.isdisjoint(n.rpartition(".")[0] for n in names)
+        if names & own or not (left_out or no_holder):
             found[min(names & own, default=name)] = state
-    return found
+        elif not left_out and (block := max(map(_blocks(own), names), key=len)):
+            strays[name] = block
+    return found, strays
+
+
+def _blocks(own: set[str]) -> Callable[[str], str]:
+    """A function from a name to the innermost module with a number for its name, of those in `own`; "" for none."""
+
+    def block_of(name: str) -> str:
+        holders = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
+        return next((one for one in holders if one.rpartition(".")[2].isdigit() and one in own), "")
+
+    return block_of
 
 
 def _is_none(module: Any, name: str) -> bool:
