@@ -38,8 +38,8 @@ from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.weights.published.expert_modules import in_model, without_unused
-from fp4compile.weights.published.expert_names import names_of_transformers, without_prefixes
-from fp4compile.weights.published.shards import naming, read_checkpoint
+from fp4compile.weights.published.expert_names import PublishedNames, names_of_transformers, without_prefixes
+from fp4compile.weights.published.shards import Contents, naming, read_checkpoint
 from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import storable
@@ -94,9 +94,10 @@ class PublishedConfig(Fp4CompileConfig):
 class Fp4CompileQuantizer(HfQuantizer):
     """Loads and saves packed models, and packs a model by its configuration's recipe while it is loaded.
 
-    waiting: the packed weights of the checkpoint, and the shells in their places. strays: those that the class lacks
-    without saying so, with the model's block that would have them. unread: the weights to pack as they are read, by the
-    names of their parameters. late: the weights to pack when the model has been loaded.
+    waiting: the packed weights of the checkpoint, and the shells in their places. dequantised: the weights of layers of
+    the checkpoint that packed layers cannot replace, by the layers' names. strays: the packed weights that the class
+    lacks without saying so, with the model's block that would have them. unread: the weights to pack as they are read,
+    by the names of their parameters. late: the weights to pack when the model has been loaded.
     """
 
     quantization_config: Fp4CompileConfig
@@ -104,6 +105,7 @@ class Fp4CompileQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.waiting: list[tuple[Weight, PackedWeight, _Shell]] = []
+        self.dequantised: dict[str, torch.Tensor] = {}
         self.strays: dict[str, str] = {}
         self.unread: dict[str, Weight] = {}
         self.late: list[Weight] = []
@@ -178,10 +180,15 @@ class Fp4CompileQuantizer(HfQuantizer):
         with naming(folder):
             contents = in_model(model, published, names)
             weights = weights_of(model, *(self._of_class(model, one) for one in (contents.layers, contents.experts)))
-            _check_known(weights, contents.tensors)
-        tensors = contents.tensors
+            _check_known(weights, contents, names)
+        tensors, base = contents.tensors, model.base_model_prefix
         self.expected = model._keys_to_ignore_on_load_unexpected
         ignored = set(self.expected or ())
+        for name in contents.dequantised:
+            self.dequantised[name] = tensors.pop(f"{name}.weight").to(_device_of(name, device_map))
+            module = model.get_submodule(name)
+            _hide_weight(module, module._parameters.pop("weight"))
+            ignored.update(_published_as(name, False, base))
         for weight in weights:
             packed = weight.empty(model)
             found = {name: tensors.pop(f"{weight.packed_names[0]}.{name}") for name in buffer_shapes(packed)}
@@ -190,7 +197,7 @@ class Fp4CompileQuantizer(HfQuantizer):
             shell.__dict__.update({name: storable(tensor).to(device) for name, tensor in found.items()})
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
-            experts, base = weight.experts is not None, model.base_model_prefix
+            experts = weight.experts is not None
             ignored |= {pattern for name in weight.names for pattern in _published_as(name, experts, base)}
         model._keys_to_ignore_on_load_unexpected = ignored
 
@@ -251,6 +258,11 @@ class Fp4CompileQuantizer(HfQuantizer):
         for weight, packed, shell in self.waiting:
             self._fill(model, weight, packed, shell)
         self.waiting.clear()
+        for name, values in self.dequantised.items():
+            module = model.get_submodule(name)
+            del module.weight
+            module.weight = nn.Parameter(values.to(self._kept_dtype(model, f"{name}.weight")))
+        self.dequantised.clear()
         if self.quantization_config.published:
             model._keys_to_ignore_on_load_unexpected = self.expected
         # The weights that the checkpoint lacks remain. transformers has initialised them, and warned.
@@ -284,7 +296,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         check_buffers({f"{weight.packed_names[0]}.{name}": tensor for name, tensor in buffers.items()})
         for name, tensor in buffers.items():
             setattr(packed, name, tensor)
-        packed.weight_dtype = self._kept_dtype(model, weight) or packed.weight_dtype
+        packed.weight_dtype = self._kept_dtype(model, min(weight.parameters)) or packed.weight_dtype
         if weight.experts is None:
             packed.bias = shell.bias
             weight.put(model, packed)
@@ -292,11 +304,10 @@ class Fp4CompileQuantizer(HfQuantizer):
             weight.experts.module._modules[packed_name(weight.experts.child)] = packed
         packed.lay_out_scales()
 
-    def _kept_dtype(self, model: Any, weight: Weight) -> torch.dtype | None:
-        """The dtype in which transformers keeps a weight, if it differs from the model's; otherwise None."""
+    def _kept_dtype(self, model: Any, name: str) -> torch.dtype | None:
+        """The dtype in which transformers keeps a parameter, if it differs from the model's; otherwise None."""
         plan = model._get_dtype_plan(self.dtype) if hasattr(model, "_get_dtype_plan") else {}
-        names = sorted(weight.parameters)
-        return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), names[0])), None)
+        return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), name)), None)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """The dtype to which a loaded tensor is cast; None for integers, which are codes and scales."""
@@ -407,14 +418,19 @@ class _Shell(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()
         self.bias = bias
-        self.weight = weight.detach()  # not a parameter
-        self.weight._is_hf_initialized = True
+        _hide_weight(self, weight)
         self.out_features, self.in_features = weight.shape[-2:]  # Wav2Vec2 initialises its projections by their sizes
         self.missing: set[str] = set()
 
     def forward(self) -> torch.Tensor:
         """The weight on the meta device, for code of transformers that would initialise it."""
         return self.weight
+
+
+def _hide_weight(module: nn.Module, weight: nn.Parameter) -> None:
+    """Make a weight on the meta device an attribute of a module, which transformers neither loads nor initialises."""
+    module.weight = weight.detach()  # not a parameter
+    module.weight._is_hf_initialized = True
 
 
 class _Awaited(_Shell):
@@ -434,12 +450,16 @@ class _Awaited(_Shell):
         super().__setattr__(name, value)
 
 
-def _check_known(weights: list[Weight], tensors: Iterable[str]) -> None:
-    """Raise ValueError for a tensor of a packed layer besides its bias and buffers: transformers would skip it."""
-    layers = {name for weight in weights if weight.experts is None for name in weight.names}
-    for name in tensors:
+def _check_known(weights: list[Weight], contents: Contents, names: PublishedNames) -> None:
+    """Raise ValueError for a tensor of a quantised layer besides those known: transformers would skip it."""
+    known: dict[str, tuple[str, ...]]
+    known = {name: ("bias", *BUFFERS) for weight in weights if weight.experts is None for name in weight.names}
+    known |= dict.fromkeys(contents.dequantised, ("bias", "weight"))
+    for name in contents.tensors:
         layer, _, child = name.rpartition(".")
-        if layer in layers and child not in ("bias", *BUFFERS):
+        if layer not in known and name not in names.present:  # it may have its name in the checkpoint
+            layer = names.layer(layer).name
+        if child not in known.get(layer, (child,)):
             raise ValueError(f"the model has no {name!r}")
 
 
