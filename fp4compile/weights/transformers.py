@@ -50,7 +50,8 @@ class Fp4CompileConfig(QuantizationConfigMixin):
 
     layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
     checkpoints that are not packed: `quantization_config={"quant_method": "fp4compile", "recipe": "nvfp4"}`.
-    published: whether another library packed the checkpoint, whose files describe the layers.
+    published: whether another library packed the checkpoint, whose files describe the layers. expert_dtype is not used:
+    transformers' configuration of DeepSeek-V4 adds it to that of every quantised checkpoint.
 
     Raises TypeError for another key, such as a recipe's field that is not in the dict under `recipe`.
     """
@@ -63,6 +64,7 @@ class Fp4CompileConfig(QuantizationConfigMixin):
         experts: dict[str, dict] | None = None,
         quant_method: str = METHOD,
         recipe: str | dict | None = None,
+        expert_dtype: Any = None,
         **unknown: Any,
     ):
         if unknown:

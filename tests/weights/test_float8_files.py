@@ -346,7 +346,7 @@ def test_scales_that_are_no_powers_of_two_are_refused_where_they_should_be(tmp_p
     [
         ("fp8", {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\] or null"),
         ("fp8", {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
-        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype: expected 'fp8', got 'fp4'"),
+        ("fp8", {"expert_dtype": "int4"}, "expert_dtype: expected 'fp8' or 'fp4', got 'int4'"),
         ("fp8", {"fmt": "e5m2"}, "fmt: expected 'e4m3'"),
         ("compressed-tensors", {"block_structure": [64, 64]}, "expected symmetric floats of"),
     ],
