@@ -9,7 +9,7 @@ that there is only one weight in high precision at a time. Of a checkpoint that 
 import copy
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.weights.published.expert_modules import in_model, without_unused
-from fp4compile.weights.published.expert_names import names_of_transformers, without_prefixes
-from fp4compile.weights.published.shards import naming, read_checkpoint
+from fp4compile.weights.published.expert_names import PublishedNames, names_of_transformers, without_prefixes
+from fp4compile.weights.published.shards import Contents, naming, read_checkpoint
 from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import storable
@@ -50,7 +50,8 @@ class Fp4CompileConfig(QuantizationConfigMixin):
 
     layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
     checkpoints that are not packed: `quantization_config={"quant_method": "fp4compile", "recipe": "nvfp4"}`.
-    published: whether another library packed the checkpoint, whose files describe the layers.
+    published: whether another library packed the checkpoint, whose files describe the layers. expert_dtype is not used:
+    transformers' configuration of DeepSeek-V4 adds it to that of every quantised checkpoint.
 
     Raises TypeError for another key, such as a recipe's field that is not in the dict under `recipe`.
     """
@@ -63,6 +64,7 @@ class Fp4CompileConfig(QuantizationConfigMixin):
         experts: dict[str, dict] | None = None,
         quant_method: str = METHOD,
         recipe: str | dict | None = None,
+        expert_dtype: Any = None,
         **unknown: Any,
     ):
         if unknown:
@@ -94,8 +96,10 @@ class PublishedConfig(Fp4CompileConfig):
 class Fp4CompileQuantizer(HfQuantizer):
     """Loads and saves packed models, and packs a model by its configuration's recipe while it is loaded.
 
-    waiting: the packed weights of the checkpoint, and the shells in their places. unread: the weights to pack as they
-    are read, by the names of their parameters. late: the weights to pack when the model has been loaded.
+    waiting: the packed weights of the checkpoint, and the shells in their places. dequantised: the weights of layers of
+    the checkpoint that packed layers cannot replace, by the layers' names. strays: the packed weights that the class
+    lacks without saying so, with the model's block that would have them. unread: the weights to pack as they are read,
+    by the names of their parameters. late: the weights to pack when the model has been loaded.
     """
 
     quantization_config: Fp4CompileConfig
@@ -103,6 +107,8 @@ class Fp4CompileQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.waiting: list[tuple[Weight, PackedWeight, _Shell]] = []
+        self.dequantised: dict[str, torch.Tensor] = {}
+        self.strays: dict[str, str] = {}
         self.unread: dict[str, Weight] = {}
         self.late: list[Weight] = []
         self.expected: Any = None  # patterns of tensors that a checkpoint may have besides the model's
@@ -141,7 +147,7 @@ class Fp4CompileQuantizer(HfQuantizer):
             self._untie(model)
             return model
         check_states(config.layers, config.experts)
-        for weight in weights_of(model, *(_of_class(model, states) for states in (config.layers, config.experts))):
+        for weight in weights_of(model, *(self._of_class(model, one) for one in (config.layers, config.experts))):
             packed = weight.empty(model)
             shell = _Awaited(packed, weight.parameter(model), getattr(packed, "bias", None))
             self.waiting.append((weight, packed, shell))
@@ -175,11 +181,16 @@ class Fp4CompileQuantizer(HfQuantizer):
         published = read_published(checkpoint, chosen)
         with naming(folder):
             contents = in_model(model, published, names)
-            weights = weights_of(model, *(_of_class(model, states) for states in (contents.layers, contents.experts)))
-            _check_known(weights, contents.tensors)
-        tensors = contents.tensors
+            weights = weights_of(model, *(self._of_class(model, one) for one in (contents.layers, contents.experts)))
+            _check_known(weights, contents, names)
+        tensors, base = contents.tensors, model.base_model_prefix
         self.expected = model._keys_to_ignore_on_load_unexpected
         ignored = set(self.expected or ())
+        for name in contents.dequantised:
+            self.dequantised[name] = tensors.pop(f"{name}.weight").to(_device_of(name, device_map))
+            module = model.get_submodule(name)
+            _hide_weight(module, module._parameters.pop("weight"))
+            ignored.update(_published_as(name, False, base))
         for weight in weights:
             packed = weight.empty(model)
             found = {name: tensors.pop(f"{weight.packed_names[0]}.{name}") for name in buffer_shapes(packed)}
@@ -188,9 +199,33 @@ class Fp4CompileQuantizer(HfQuantizer):
             shell.__dict__.update({name: storable(tensor).to(device) for name, tensor in found.items()})
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
-            experts, base = weight.experts is not None, model.base_model_prefix
+            experts = weight.experts is not None
             ignored |= {pattern for name in weight.names for pattern in _published_as(name, experts, base)}
         model._keys_to_ignore_on_load_unexpected = ignored
+
+    def _of_class(self, model: Any, states: dict[str, dict]) -> dict[str, dict]:
+        """The descriptions of the packed weights that a model's class has; see the function `_of_class`."""
+        found, strays = _of_class(model, states)
+        self.strays |= strays
+        return found
+
+    def _check_strays(self, model: Any) -> None:
+        """Raise ValueError if one block has a packed weight only in the file, and a parameter only in the model.
+
+        These may be the same weights under two names (`moe.experts`, `mlp.experts`), which would be random. Parameters
+        that are on the meta device, and those that the class says are not in files, do not count.
+        """
+        unsaid = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+        random = [
+            name for name, one in model.named_parameters() if self.strays and not one.is_meta
+            and not getattr(one, "_is_hf_initialized", False) and not any(p.search(name) for p in unsaid)
+        ]  # fmt: skip
+        for stray, block in self.strays.items():
+            name = next((name for name in random if name.startswith(f"{block}.")), None)
+            if name is not None:
+                raise ValueError(f"the model has no {stray!r}, and the checkpoint no {name!r}, which would be random: "
+                                 "the class may have another name for this part of the checkpoint")  # fmt: skip
+        self.strays.clear()
 
     def _await_weights(self, model: Any) -> None:
         """List the weights that the recipe packs in `unread`; in `late` if they cannot be packed as they are read."""
@@ -212,6 +247,7 @@ class Fp4CompileQuantizer(HfQuantizer):
                 self.unread.update(dict.fromkeys(weight.parameters, weight))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        self._check_strays(model)
         for weight, _, shell in self.waiting:
             if not shell.missing:
                 continue
@@ -224,6 +260,11 @@ class Fp4CompileQuantizer(HfQuantizer):
         for weight, packed, shell in self.waiting:
             self._fill(model, weight, packed, shell)
         self.waiting.clear()
+        for name, values in self.dequantised.items():
+            module = model.get_submodule(name)
+            del module.weight
+            module.weight = nn.Parameter(values.to(self._kept_dtype(model, f"{name}.weight")))
+        self.dequantised.clear()
         if self.quantization_config.published:
             model._keys_to_ignore_on_load_unexpected = self.expected
         # The weights that the checkpoint lacks remain. transformers has initialised them, and warned.
@@ -257,7 +298,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         check_buffers({f"{weight.packed_names[0]}.{name}": tensor for name, tensor in buffers.items()})
         for name, tensor in buffers.items():
             setattr(packed, name, tensor)
-        packed.weight_dtype = self._kept_dtype(model, weight) or packed.weight_dtype
+        packed.weight_dtype = self._kept_dtype(model, min(weight.parameters)) or packed.weight_dtype
         if weight.experts is None:
             packed.bias = shell.bias
             weight.put(model, packed)
@@ -265,11 +306,10 @@ class Fp4CompileQuantizer(HfQuantizer):
             weight.experts.module._modules[packed_name(weight.experts.child)] = packed
         packed.lay_out_scales()
 
-    def _kept_dtype(self, model: Any, weight: Weight) -> torch.dtype | None:
-        """The dtype in which transformers keeps a weight, if it differs from the model's; otherwise None."""
+    def _kept_dtype(self, model: Any, name: str) -> torch.dtype | None:
+        """The dtype in which transformers keeps a parameter, if it differs from the model's; otherwise None."""
         plan = model._get_dtype_plan(self.dtype) if hasattr(model, "_get_dtype_plan") else {}
-        names = sorted(weight.parameters)
-        return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), names[0])), None)
+        return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), name)), None)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """The dtype to which a loaded tensor is cast; None for integers, which are codes and scales."""
@@ -319,8 +359,11 @@ class Fp4CompileQuantizer(HfQuantizer):
         return True
 
 
-def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
+def _of_class(model: Any, states: dict[str, dict]) -> tuple[dict[str, dict], dict[str, str]]:
     """The descriptions of those packed weights that a model's class has, by the names that it has for them.
+
+    Also the blocks that would have those which it lacks without saying so, by their names in the checkpoint. A block is
+    the innermost module with a number for its name.
 
     A checkpoint may be of a class with a head and the model the base of it, or the other way round: names in the base
     then begin after a prefix. A base, and a class with another head, have no weights of the head, and a class may leave
@@ -336,15 +379,27 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
     places = {name: {name, name.removeprefix(prefix), f"{prefix}{name}"} for name in states}
     has_any = any(names & own for names in places.values())
     is_base = has_any and bool(base) and not hasattr(model, base)
-    found = {}
+    found, strays = {}, {}
     for name, state in states.items():
         names = places[name]
         in_head = (has_head and not name.startswith(prefix)) or (is_base and "." not in name)
         left_out = in_head or any(pattern.search(name) for pattern in unused) or any(_is_none(model, n) for n in names)
-        left_out |= has_any and own.isdisjoint(n.rpartition(".")[0] for n in names)
-        if names & own or not left_out:
+        no_holder = has_any and own.isdisjoint(n.rpartition(".")[0] for n in names)
+        if names & own or not (left_out or no_holder):
             found[min(names & own, default=name)] = state
-    return found
+        elif not left_out and (block := max(map(_blocks(own), names), key=len)):
+            strays[name] = block
+    return found, strays
+
+
+def _blocks(own: set[str]) -> Callable[[str], str]:
+    """A function from a name to the innermost module with a number for its name, of those in `own`; "" for none."""
+
+    def block_of(name: str) -> str:
+        holders = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
+        return next((one for one in holders if one.rpartition(".")[2].isdigit() and one in own), "")
+
+    return block_of
 
 
 def _is_none(module: Any, name: str) -> bool:
@@ -365,14 +420,19 @@ class _Shell(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()
         self.bias = bias
-        self.weight = weight.detach()  # not a parameter
-        self.weight._is_hf_initialized = True
+        _hide_weight(self, weight)
         self.out_features, self.in_features = weight.shape[-2:]  # Wav2Vec2 initialises its projections by their sizes
         self.missing: set[str] = set()
 
     def forward(self) -> torch.Tensor:
         """The weight on the meta device, for code of transformers that would initialise it."""
         return self.weight
+
+
+def _hide_weight(module: nn.Module, weight: nn.Parameter) -> None:
+    """Make a weight on the meta device an attribute of a module, which transformers neither loads nor initialises."""
+    module.weight = weight.detach()  # not a parameter
+    module.weight._is_hf_initialized = True
 
 
 class _Awaited(_Shell):
@@ -392,12 +452,16 @@ class _Awaited(_Shell):
         super().__setattr__(name, value)
 
 
-def _check_known(weights: list[Weight], tensors: Iterable[str]) -> None:
-    """Raise ValueError for a tensor of a packed layer besides its bias and buffers: transformers would skip it."""
-    layers = {name for weight in weights if weight.experts is None for name in weight.names}
-    for name in tensors:
+def _check_known(weights: list[Weight], contents: Contents, names: PublishedNames) -> None:
+    """Raise ValueError for a tensor of a quantised layer besides those known: transformers would skip it."""
+    known: dict[str, tuple[str, ...]]
+    known = {name: ("bias", *BUFFERS) for weight in weights if weight.experts is None for name in weight.names}
+    known |= dict.fromkeys(contents.dequantised, ("bias", "weight"))
+    for name in contents.tensors:
         layer, _, child = name.rpartition(".")
-        if layer in layers and child not in ("bias", *BUFFERS):
+        if layer not in known and name not in names.present:  # it may have its name in the checkpoint
+            layer = names.layer(layer).name
+        if child not in known.get(layer, (child,)):
             raise ValueError(f"the model has no {name!r}")
 
 

@@ -208,6 +208,21 @@ def test_layers_multiply_by_what_a_file_means_and_it_is_written_again(tmp_path, 
     assert torch.equal(logits(loaded(tmp_path / "again")), logits(model))
 
 
+class Twice(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_whose_class_multiplies_in_its_own_way_is_dequantised(tmp_path):
+    _, meant = written(tmp_path / "made", fresh_model(), "fp8", {Q: Block, DOWN: Block})
+    model = fresh_model()
+    model.get_submodule(Q).__class__ = Twice
+    with pytest.warns(UserWarning, match=f"1 quantised layers, such as '{Q}', are read in high precision.* as Twice"):
+        fp4compile.load_packed(model, tmp_path / "made")
+    assert type(model.get_submodule(Q)) is Twice and isinstance(model.get_submodule(DOWN), PackedLinear)
+    assert torch.equal(model.get_submodule(Q).weight, meant[Q])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu])
 def test_scales_of_other_dtypes_are_the_same_numbers(tmp_path, dtype):
     tensors, _ = written(tmp_path / "made", fresh_model(), "fp8", {Q: Block})
@@ -331,7 +346,7 @@ def test_scales_that_are_no_powers_of_two_are_refused_where_they_should_be(tmp_p
     [
         ("fp8", {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\] or null"),
         ("fp8", {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
-        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype: expected 'fp8', got 'fp4'"),
+        ("fp8", {"expert_dtype": "int4"}, "expert_dtype: expected 'fp8' or 'fp4', got 'int4'"),
         ("fp8", {"fmt": "e5m2"}, "fmt: expected 'e4m3'"),
         ("compressed-tensors", {"block_structure": [64, 64]}, "expected symmetric floats of"),
     ],

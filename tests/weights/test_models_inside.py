@@ -2,11 +2,12 @@
 
 import json
 import logging
+import re
 from contextlib import contextmanager
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fp4compile
@@ -139,6 +140,43 @@ def test_published_checkpoints_of_other_classes(layout, recipe, tmp_path, caplog
     small = type(model).from_pretrained(tmp_path / "whole", quantization_config=order, num_hidden_layers=1)
     model.model.layers = model.model.layers[:1]
     assert torch.equal(out(small), out(model))
+
+
+def mixtral():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_packed_weights_under_another_name_are_not_left_out(published, tmp_path):
+    """Some parameter of the block would be random then; where the class just lacks a part, none is."""
+    model, order = mixtral(), {}
+    fp4compile.pack_(model, "mxfp8")
+    if published:
+        order = {"quantization_config": {"quant_method": "fp4compile"}}
+        fp4compile.export_packed(model, tmp_path, "compressed-tensors")
+    else:
+        model.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, text = load_file(file), config.read_text()
+
+    def changed(change):
+        """The model of the checkpoint with other names of the experts of layer 1, or with more experts there."""
+        save_file({name: one.clone() for name, one in change(tensors).items()}, file, {"format": "pt"})
+        made = json.loads(text)
+        made["quantization_config"]["experts"] = change(made["quantization_config"].get("experts", {}))
+        config.write_text(json.dumps(made))
+        return type(model).from_pretrained(tmp_path, **order)
+
+    def moved(holder):
+        return {re.sub(r"layers\.1\.\w+\.experts", "layers.1.moe.others", name): one for name, one in holder.items()}
+
+    assert torch.equal(out(changed(lambda holder: moved(holder) | holder)), out(model))
+    match = r"has no 'model\.layers\.1\.moe\.others\S*', and the checkpoint no 'model\.layers\.1\.mlp\.experts\."
+    with pytest.raises(ValueError, match=match):
+        changed(moved)
 
 
 @contextmanager

@@ -54,6 +54,7 @@ class Layout:
     scales: name of the block scales, or of an FP8 weight's global or row scales. codes: of FP4 weights.
     outer, activation_outer: of NVFP4's global scales, which are divisors if `divides`. float8_activation: of the static
     scale of FP8 activations. schemes: maps a configuration to its schemes; it raises ValueError for unknown settings.
+    pairs: the dtype of FP4 codes in files, two in a byte.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Layout:
     divides: bool
     float8_activation: str
     schemes: Callable[[dict[str, Any]], Schemes]
+    pairs: torch.dtype = torch.uint8
 
     def tensor_names(self, scheme: Scheme) -> dict[str, str]:
         """The names of the tensors of a packed layer's buffers and, as "activation_outer", of the static scale."""
@@ -89,9 +91,10 @@ COMPRESSED_TENSORS = Layout(
     "compressed-tensors", "weight_scale", "weight_packed", "weight_global_scale", "input_global_scale", True,
     "input_scale", compressed_schemes,
 )  # fmt: skip
-FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes)
-# AutoFP8's, which vLLM reads, too; the configuration is the same.
+FP8 = Layout("fp8", "weight_scale_inv", "weight", "", "", False, "activation_scale", float8_schemes, torch.int8)
+# Other names in checkpoints of the same configuration: AutoFP8's, which vLLM reads, too, and DeepSeek-V4's.
 _AUTO_FP8 = replace(FP8, scales="weight_scale", float8_activation="input_scale")
+_DEEPSEEK_V4 = replace(FP8, scales="scale")
 # DeepSeek's layers of a mixed checkpoint, left as they were published.
 _DEEPSEEK_IN_MODELOPT = replace(MODELOPT, scales="weight_scale_inv")
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)}  # by quant_method
@@ -117,11 +120,13 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
         name.rpartition(".")[0]
         for name, tensor in tensors.items()
         if name.endswith((".weight_scale", ".weight_scale_inv", ".weight_packed"))
-        or (name.endswith(".weight") and (tensor.dtype == torch.uint8 or is_byte_float(tensor.dtype)))
+        or (name.endswith(".weight") and (tensor.dtype in (torch.uint8, torch.int8) or is_byte_float(tensor.dtype)))
     }
+    in_fp4 = {name.rpartition(".")[0] for name, tensor in tensors.items()
+              if name.endswith(".weight_packed") or tensor.dtype == torch.int8}  # fmt: skip
     with naming(checkpoint.folder / file):
         scheme_of = layout.schemes(config).of
-        schemes = {layer: scheme_of(layer, f"{layer}.weight_packed" in tensors) for layer in sorted(packed)}
+        schemes = {layer: scheme_of(layer, layer in in_fp4) for layer in sorted(packed)}
         fused = {name: scheme_of(name, False) for name in sorted(tensors)
                  if _fused_name(layout, name, layout.scales) in tensors and not name.endswith(".weight")}  # fmt: skip
     with naming(checkpoint.path):
@@ -157,7 +162,8 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
     with naming(checkpoint.folder / HF_QUANT_CONFIG):
         modelopt = member(checkpoint.configs.get(HF_QUANT_CONFIG, {}), "quantization", dict, {})
     with naming(checkpoint.folder / CONFIG):
-        config = member(_holder(checkpoint.configs), "quantization_config", dict, {})
+        holder = _holder(checkpoint.configs)
+        config = member(holder, "quantization_config", dict, {})
         if modelopt:  # only the other file tells which activations are quantised
             return MODELOPT, HF_QUANT_CONFIG, {"config_groups": config.get("config_groups"), **modelopt}
         layout = LAYOUTS.get(member(config, "quant_method", str, ""))
@@ -171,7 +177,8 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
             f"{checkpoint.path}: was not written by fp4compile.save_packed, and neither {HF_QUANT_CONFIG} nor the "
             f"quantization_config of {CONFIG} beside it names a layout; known are {', '.join(LAYOUTS)}"
         )
-    return layout, CONFIG, config
+    # DeepSeek-V4's has the dtype of its experts beside the part about quantisation.
+    return layout, CONFIG, {"expert_dtype": holder.get("expert_dtype"), **config}
 
 
 def _holder(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -198,14 +205,13 @@ def _leave_activation_scales(
 
 
 def _of_layer(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> Layout:
-    """The layout of one layer: that of its scales' name, where two names are known for FP8 scales."""
-    other = None
+    """The layout of one layer: that of its scales' name, where several names are known for FP8 scales."""
+    others: tuple[Layout, ...] = ()
     if layout is FP8:
-        other = _AUTO_FP8
+        others = _AUTO_FP8, _DEEPSEEK_V4
     elif layout is MODELOPT and scheme.weight == "float8_128x128":
-        other = _DEEPSEEK_IN_MODELOPT
-    own = f"{layer}.{layout.scales}" in tensors
-    return layout if own or other is None or f"{layer}.{other.scales}" not in tensors else other
+        others = (_DEEPSEEK_IN_MODELOPT,)
+    return next((one for one in (layout, *others) if f"{layer}.{one.scales}" in tensors), layout)
 
 
 def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -216,6 +222,8 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
             raise ValueError(f"tensor {name!r} is missing")
     found = {buffer: tensors.pop(name) for buffer, name in named.items()}
     fmt = formats.get(scheme.weight)
+    if fmt.packed and found["weight_data"].dtype == layout.pairs:
+        found["weight_data"] = found["weight_data"].view(torch.uint8)
     rows, columns = _check_matrix(fmt, named, found)
     found["weight_data"] = _in_whole_blocks(scheme, found["weight_data"])
     for kind in ("weight", "activation"):

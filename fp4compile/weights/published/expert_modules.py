@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.ops.quantize import DEQUANTIZE
 from fp4compile.weights.buffers import BUFFERS
 from fp4compile.weights.experts import places_of
 from fp4compile.weights.linear import is_linear, sizes
@@ -52,12 +54,14 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
 
     Removes tensors from `contents` as they are used, to free them. Warns where the activation scales of experts differ,
     and of scales of a KV cache, which are skipped. Raises ValueError, naming the tensor or the layer, for what does not
-    fit the model or other layers of an expert.
+    fit the model or other layers of an expert. Layers of a class that multiplies otherwise than `nn.Linear` are
+    dequantised, with a warning.
     """
     _leave_scales(model, contents, names)
-    targets = {name: _target(name, contents, names) for name in contents.tensors}
-    found = Contents(experts=dict(contents.experts))
     modules = dict(model.named_modules(remove_duplicate=False))
+    dequantised = _dequantise(modules, contents, names)
+    targets = {name: _target(name, contents, names) for name in contents.tensors}
+    found = Contents(experts=dict(contents.experts), dequantised=dequantised)
     for layer, state in contents.layers.items():
         target = names.layer(layer)
         if not target.leaves:
@@ -109,6 +113,37 @@ def _leave_scales(model: nn.Module, contents: Contents, names: PublishedNames) -
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in scales}))
         warnings.warn(f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as {scales[0]!r}, "
                       "are not used", stacklevel=5)  # fmt: skip
+
+
+def _dequantise(modules: dict[str, nn.Module], contents: Contents, names: PublishedNames) -> list[str]:
+    """Replace packed layers for which a model has a subclass of `nn.Linear` by their weights; their names in the model.
+
+    A packed layer has no forward of the subclass, such as DeepSeek-V4's product by groups.
+    """
+    found, kinds = [], set()
+    for layer, state in list(contents.layers.items()):
+        target = names.layer(layer)
+        module = modules.get(target.name)
+        if target.leaves or not isinstance(module, nn.Linear) or not is_linear(module):
+            continue
+        if type(module) is nn.Linear or parametrize.is_parametrized(module):
+            continue
+        stored = state["in_features"], state["out_features"]
+        if sizes(module) != stored:
+            raise ValueError(f"layer {target.name!r}: the file has in and out features {stored}, the model "
+                             f"{sizes(module)}")  # fmt: skip
+        buffers = {buffer: contents.tensors.pop(f"{layer}.{buffer}", None) for buffer in BUFFERS}
+        del contents.layers[layer]
+        data, scales, outer = (buffers[one] for one in ("weight_data", "weight_scales", "weight_outer"))
+        contents.tensors[f"{layer}.weight"] = DEQUANTIZE(
+            data, scales, outer, state["weight"], state["in_features"], module.weight.dtype
+        )
+        found.append(target.name)
+        kinds.add(type(module).__name__)
+    if found:
+        warnings.warn(f"{len(found)} quantised layers, such as {found[0]!r}, are read in high precision: the model has "
+                      f"them as {', '.join(sorted(kinds))}, which multiplies in its own way", stacklevel=5)  # fmt: skip
+    return found
 
 
 def _turn(model: nn.Module, found: Contents) -> None:

@@ -30,7 +30,7 @@ class Scheme:
 class Schemes:
     """The schemes of a configuration.
 
-    of: by a layer's name, and whether it has `weight_packed`, which are codes of FP4; ValueError without one.
+    of: by a layer's name, and whether the file's names or dtypes say that its codes are FP4; ValueError without one.
     declared: all that it names.
     """
 
@@ -217,18 +217,21 @@ def _compressed_format(arguments: dict[str, Any] | None) -> str | None:
 
 # DeepSeek-V3.1's: scales of weights and activations are rounded up to powers of two.
 POWERS_OF_TWO = Scheme("e4m3:128x128:float32:-:te_pow2", "e4m3:1x128:float32:-:te_pow2")
+# Experts of DeepSeek-V4. Its own code has a scale for 128 elements of activations; four in its place lose less.
+_FP4_EXPERTS = Scheme("mxfp4", "mxfp8")
 
 
 def float8_schemes(config: dict[str, Any]) -> Schemes:
-    """The one scheme of quant_method "fp8". Raises ValueError for other values."""
+    """The scheme of quant_method "fp8", and that of layers in FP4 beside it. Raises ValueError for other values."""
     block = member(config, "weight_block_size", list)
     if block not in (None, [128, 128]):
         raise ValueError(f"weight_block_size: expected [128, 128] or null, got {short(block)}")
     scheme, allowed = member(config, "activation_scheme", str, "dynamic"), ("dynamic", "static")
+    experts = member(config, "expert_dtype", str, "fp8")
     for key, value, known in (
         ("activation_scheme", scheme, allowed if block is None else allowed[:1]),
         ("fmt", member(config, "fmt", str, "e4m3"), ("e4m3",)),
-        ("expert_dtype", member(config, "expert_dtype", str, "fp8"), ("fp8",)),
+        ("expert_dtype", experts, ("fp8", "fp4")),
         ("scale_fmt", member(config, "scale_fmt", str, "float"), ("float", "ue8m0")),
     ):
         if value not in known:
@@ -237,4 +240,5 @@ def float8_schemes(config: dict[str, Any]) -> Schemes:
         found = Scheme("float8_tensor", "float8_tensor", static=scheme == "static")
     else:
         found = POWERS_OF_TWO if config.get("scale_fmt") == "ue8m0" else Scheme("float8_128x128", "float8_1x128")
-    return Schemes(lambda layer, packed: found, lambda: [found])
+    others = [_FP4_EXPERTS] if experts == "fp4" else []
+    return Schemes(lambda layer, packed: others[0] if packed and others else found, lambda: [found, *others])

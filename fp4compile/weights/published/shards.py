@@ -34,11 +34,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint in the form of a `save_packed` file: descriptions of layers and experts, and all tensors."""
+    """A checkpoint in the form of a `save_packed` file: descriptions of layers and experts, and all tensors.
+
+    dequantised: the names of layers whose weight in `tensors` is in high precision, and was not in the checkpoint.
+    """
 
     layers: dict[str, dict] = field(default_factory=dict)
     experts: dict[str, dict] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    dequantised: list[str] = field(default_factory=list)
 
 
 def read_checkpoint(path: Path, configs: tuple[str, ...], files: Iterable[str | Path] = ()) -> Checkpoint:

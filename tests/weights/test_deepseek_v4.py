@@ -1,0 +1,196 @@
+"""DeepSeek-V4's checkpoints: FP8 in blocks and experts in FP4, whose scales are named `.scale`, written by hand."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fp4compile
+from fp4compile.cli.explain_command import _formats_of
+from fp4compile.weights.buffers import packed_modules
+
+transformers = pytest.importorskip("transformers")
+if not hasattr(transformers, "DeepseekV4Config"):
+    pytest.skip("this transformers has no DeepSeek-V4", allow_module_level=True)
+SIZES = {"vocab_size": 32, "hidden_size": 128, "moe_intermediate_size": 128, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "head_dim": 128, "q_lora_rank": 128, "num_experts_per_tok": 2, "n_routed_experts": 3,
+         "o_groups": 2, "o_lora_rank": 128, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 4, "hc_mult": 2,
+         "sliding_window": 8, "num_hidden_layers": 2, "compress_ratios": [0, 4], "num_hash_layers": 1}  # fmt: skip
+# Names in the model, and in DeepSeek's files, which have no `model.` before them.
+NAMES = [("model.", ""), ("embed_tokens.", "embed."), ("lm_head.", "head."), (".self_attn.", ".attn."),
+         (".mlp.", ".ffn."), ("hc_head.hc_", "hc_head_"), (r"(attn|ffn)_hc\.", r"hc_\1_"), (".sinks", ".attn_sink"),
+         (".compressor.indexer.scorer.weights_proj", ".indexer.weights_proj"),
+         (".compressor.indexer.q_b_proj", ".indexer.wq_b"), (".compressor.indexer.", ".indexer.compressor."),
+         ("position_bias", "ape"), ("(compressor.)kv_norm", r"\1norm"), ("q_a_norm", "q_norm"), ("q_a_proj", "wq_a"),
+         ("q_b_proj", "wq_b"), ("o_a_proj", "wo_a"), ("o_b_proj", "wo_b"), ("kv_proj", "wkv"),
+         ("(compressor.)gate_proj", r"\1wgate"), ("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"),
+         ("gate.e_score_correction_bias", "gate.bias"), ("input_layernorm", "attn_norm"),
+         ("post_attention_layernorm", "ffn_norm")]  # fmt: skip
+FP8 = r"self_attn\.(q_a|q_b|kv|o_a|o_b)_proj\.weight|indexer\.q_b_proj|shared_experts"
+CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
+          "weight_block_size": [128, 128]}  # fmt: skip
+FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+MXFP4, POWERS_OF_TWO = ("mxfp4", "mxfp8"), ("e4m3:128x128:float32:-:te_pow2", "e4m3:1x128:float32:-:te_pow2")
+
+
+def fresh_model():
+    torch.manual_seed(0)
+    config = transformers.DeepseekV4Config(**SIZES)
+    return transformers.DeepseekV4ForCausalLM(config).eval()
+
+
+def in_file(name):
+    for pattern, own in NAMES:
+        name = re.sub(pattern if "(" in pattern else re.escape(pattern), own, name)
+    return name
+
+
+def float8(shape, scales):
+    """Random codes and scales of blocks of 128, and what they mean."""
+    codes = (torch.randn(shape) * 64).to(torch.float8_e4m3fn)
+    exponents = torch.randint(-11, -8, (shape[0] // 128, shape[1] // 128)).float().exp2()
+    meaning = codes.float() * exponents.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return {"weight": codes, "scale": exponents.to(scales)}, meaning
+
+
+def float4(shape, scales):
+    """Random pairs of codes, the first of them in the low bits, and scales of 32 elements of a row; their meaning."""
+    codes = torch.randint(0, 16, shape)
+    exponents = torch.randint(-7, -3, (shape[0], shape[1] // 32)).float().exp2()
+    meaning = torch.tensor(FP4)[codes] * exponents.repeat_interleave(32, 1)
+    pairs = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8)
+    return {"weight": pairs, "scale": exponents.to(scales)}, meaning
+
+
+def written(folder, expert_dtype="fp4", scales=torch.float8_e8m0fnu):
+    """Write a checkpoint; returns the model with the weights that it means."""
+    model, tensors = fresh_model(), {"mtp.0.ffn.experts.0.w1.scale": torch.ones(2, 2)}
+    experts = {"fp4": float4, "fp8": float8}[expert_dtype]
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if re.search(r"\.experts\.", name):
+                leaves = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
+                for expert, whole in enumerate(tensor):
+                    for leaf, part in zip(leaves, whole.chunk(len(leaves)), strict=True):
+                        found, meaning = experts(part.shape, scales)
+                        part.copy_(meaning)
+                        prefix = in_file(name.rpartition(".")[0])
+                        tensors |= {f"{prefix}.{expert}.{leaf}.{child}": one for child, one in found.items()}
+            elif re.search(FP8, name):
+                found, meaning = float8(tensor.shape, scales)
+                tensor.copy_(meaning)
+                tensors |= {f"{in_file(name.removesuffix('.weight'))}.{child}": one for child, one in found.items()}
+            else:
+                tensors[in_file(name)] = tensor
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], **SIZES}
+    config |= {"expert_dtype": expert_dtype, "quantization_config": CONFIG, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def by_load_packed(folder):
+    model = fresh_model()
+    fp4compile.load_packed(model, folder)
+    return model
+
+
+def by_from_pretrained(folder):
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config={"quant_method": "fp4compile"}, output_loading_info=True
+    )
+    assert not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(16).view(2, 8)).logits
+
+
+@pytest.mark.parametrize("load", [by_load_packed, by_from_pretrained])
+@pytest.mark.parametrize(
+    "expert_dtype, scales", [("fp4", torch.float8_e8m0fnu), ("fp8", torch.float32)], ids=["Flash", "Flash-Base"]
+)
+def test_layers_are_packed_with_the_weights_that_the_file_means(expert_dtype, scales, load, tmp_path):
+    """But for the product by groups, o_a_proj, for which a packed layer has no forward."""
+    expected = written(tmp_path / "made", expert_dtype, scales)
+    with pytest.warns(UserWarning) as said:
+        model = load(tmp_path / "made")
+    texts = [str(one.message) for one in said]
+    assert sum("DeepseekV4GroupedLinear, which multiplies in its own way" in text for text in texts) == 1
+    assert sum("'mtp.0.ffn.experts.0.w1.scale', are not used" in text for text in texts) == 1
+    packed = {name: one.layer_format for name, one in packed_modules(model).items()}
+    assert len(packed) == 2 * (4 + 3 + 2) + 1
+    for name, found in packed.items():
+        experts = "_proj_packed" in name and expert_dtype == "fp4"
+        assert (found.weight, found.activation) == (MXFP4 if experts else POWERS_OF_TWO), name
+    assert logits(model).isfinite().all()
+    plain = model.dequantize()
+    found, wanted = plain.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    assert [name for name, one in wanted.items() if not torch.equal(found[name], one)] == []
+    assert torch.equal(logits(plain), logits(expected))
+
+
+def test_transformers_dequantises_the_file_to_the_same_weights(tmp_path):
+    written(tmp_path / "made")
+    order = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", quantization_config=order)
+    with pytest.warns(UserWarning, match="in its own way"):
+        ours = by_from_pretrained(tmp_path / "made").dequantize()
+    found, wanted = ours.state_dict(), theirs.state_dict()
+    assert found.keys() == wanted.keys()
+    assert [name for name, one in wanted.items() if not torch.equal(found[name], one)] == []
+
+
+def test_what_was_read_is_saved_and_read_again(tmp_path):
+    written(tmp_path / "made")
+    with pytest.warns(UserWarning, match="in its own way"):
+        model = by_from_pretrained(tmp_path / "made")
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model))
+
+
+def smaller(tensors):
+    tensors["layers.0.attn.wo_a.weight"] = torch.zeros(128, 128).to(torch.float8_e4m3fn)
+    tensors["layers.0.attn.wo_a.scale"] = torch.ones(1, 1)
+
+
+def unknown(layer):
+    return lambda tensors: tensors.update({f"layers.0.attn.{layer}.pre_quant_scale": torch.ones(128)})
+
+
+@pytest.mark.parametrize("load", [by_load_packed, by_from_pretrained])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (smaller, r"o_a_proj': the file has in and out features \(128, 128\)"),
+        (unknown("wo_a"), "the model has no '.*wo_a.pre_quant_scale'"),
+        (unknown("wo_b"), "the model has no '.*wo_b.pre_quant_scale'"),
+    ],
+    ids=["another shape", "an unknown tensor", "an unknown tensor of a packed layer"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_that_do_not_fit_are_refused(change, message, load, tmp_path):
+    written(tmp_path / "made")
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "made")
+
+
+def test_codes_of_fp4_need_a_configuration_that_names_them(tmp_path):
+    written(tmp_path / "made")
+    file = tmp_path / "made" / "config.json"
+    assert _formats_of(tmp_path / "made") == [
+        f"{weight} weights, {activation} activations" for weight, activation in (POWERS_OF_TWO, MXFP4)
+    ]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"expert_dtype": "fp8"}))
+    with pytest.raises(ValueError, match=r"experts.0.w1.weight': expected torch.float8_e4m3fn .*, got torch.int8"):
+        by_load_packed(tmp_path / "made")
