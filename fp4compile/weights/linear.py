@@ -97,9 +97,11 @@ class PackedLayer(PackedWeight):
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
         static, kind = self.activation_outer_on(input.device), self.layer_format
-        parts = self.weight_data, self.weight_scales, self.weight_outer
-        given = input, self.bias, *parts, static, kind.activation, kind.weight
-        if not torch.compiler.is_dynamo_compiling():
+        data, outer = self.weight_data, self.weight_outer
+        given = input, self.bias, data, self.weight_scales, outer, static, kind.activation, kind.weight
+        # An error of the op would reach the user as Dynamo's, and not as TypeError.
+        cast = data.dtype.is_floating_point or (outer is not None and outer.dtype is not torch.float32)
+        if cast or not torch.compiler.is_dynamo_compiling():
             return packed_linear(*given)
         # Dynamo traces tensors of `torch.func.grad` as ones without a gradient, and batches no `Function` of `vmap`.
         if torch.is_grad_enabled() and transformed(gradients_only=False):

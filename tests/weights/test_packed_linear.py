@@ -176,6 +176,16 @@ def test_formats_of_later_layers_compile_nothing_again():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize(("recipe", "buffer"), [("mxfp8", "weight_data"), ("nvfp4", "weight_outer")])
+def test_a_compiled_layer_says_what_a_loader_has_cast(recipe, buffer):
+    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    fp4compile.pack_(model, recipe)
+    model[0]._buffers[buffer] = model[0]._buffers[buffer].half()
+    for run in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(TypeError, match=f"{buffer}: expected .*a loader has cast it"):
+            run(torch.randn(2, 64, dtype=BF16))
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_dynamo_traces_one_node_for_a_layer(grad):
     """Each traced line of `forward` takes time in each layer of a model; a line that adds a node takes the most."""
