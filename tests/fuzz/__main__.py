@@ -11,7 +11,7 @@ if "--launches" in sys.argv:  # before Triton is imported
 
 import torch
 
-from tests.fuzz import layers, models, products, weights, writes  # noqa: F401 (some register the kinds of steps)
+from tests.fuzz import layers, models, random_products, weights, writes  # noqa: F401 (some register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
@@ -26,7 +26,7 @@ def main() -> int:
     if options.writes:
         return min(1, writes.search(options.seed, options.count))
     if options.products:
-        return min(1, products.search(options.seed, options.count))
+        return min(1, random_products.search(options.seed, options.count))
     fuzzer = fuzzer_of(options)
     start, found = time.perf_counter(), 0
     for seed in options.seeds or range(options.seed, options.seed + options.count):

@@ -4,7 +4,7 @@ import pytest
 
 from fp4compile.templates.gemm import float8_tiles
 from fp4compile.templates.launch import launch
-from tests.fuzz.products import wrong_with
+from tests.fuzz.random_products import wrong_with
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
