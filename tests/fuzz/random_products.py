@@ -68,11 +68,8 @@ def wrong_with(seed: int) -> tuple[list[str], str, list[str]]:
             found = [f"{type(error).__name__}: {error}"]
         wrong += [f"{choice.kernel}: {what}" for what in found]
         kernels.append(choice.kernel)
-    return (
-        wrong,
-        f"{seed}: {case.formats} {case.label} on {target.sm}, {target.multiprocessors} multiprocessors",
-        kernels,
-    )
+    what = f"{seed}: {case.formats} {case.label} on {target.sm}, {target.multiprocessors} multiprocessors"
+    return wrong, what, kernels
 
 
 def search(first: int, count: int) -> int:
