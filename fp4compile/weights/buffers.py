@@ -197,7 +197,7 @@ class PackedWeight(nn.Module):
                 self.register_buffer(name, None)
 
     def parts(self) -> list[torch.Tensor | None]:
-        """The tensors `BUFFERS`, `typed`."""
+        """Codes, block scales and outer scales in the dtypes of the weight's format; see `typed`."""
         return typed(self.layer_format.weight, *(getattr(self, name) for name in BUFFERS))
 
     def dequantised(self) -> torch.Tensor:
@@ -550,7 +550,9 @@ def dtypes_in(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
 
 
 def typed(format: str, *buffers: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors of `BUFFERS` in the dtypes of the format; None for those that the format lacks.
+    """Codes, block scales and outer scales of a packed weight, viewed in the dtypes of its format; None stays None.
+
+    buffers: the tensors of `BUFFERS`, in their order; None for a buffer that the format lacks.
 
     Raises RuntimeError if a tensor is a rank's shard, TypeError if a loader has cast it.
     """
@@ -574,7 +576,7 @@ def typed(format: str, *buffers: torch.Tensor | None) -> list[torch.Tensor | Non
 
 
 def layout_of(scales: torch.Tensor | None, experts: bool) -> str:
-    """The layout of a layer's block scales, "linear" or "swizzled": one flat run for each matrix."""
+    """The layout of block scales: "swizzled" where each matrix has one flat run of them, otherwise "linear"."""
     return "swizzled" if scales is not None and scales.dim() == (2 if experts else 1) else "linear"
 
 

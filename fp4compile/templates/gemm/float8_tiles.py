@@ -95,6 +95,7 @@ def _weights_config(p: Problem) -> Float8TilesConfig:
 
 
 def _tile_rows(p: Problem) -> int:
+    """Rows of A of a tile: as few as hold all rows, and at most 128."""
     return next((rows for rows in (16, 32, 64) if statically_true(p.m <= rows)), 128)
 
 

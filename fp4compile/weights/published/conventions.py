@@ -205,7 +205,7 @@ def _leave_activation_scales(
 
 
 def _of_layer(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> Layout:
-    """The layout of one layer: that of its scales' name, where several names are known for FP8 scales."""
+    """The layout of one layer. FP8 scales have several names, and the name in the file tells the layout."""
     others: tuple[Layout, ...] = ()
     if layout is FP8:
         others = _AUTO_FP8, _DEEPSEEK_V4
