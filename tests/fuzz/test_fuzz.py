@@ -1,9 +1,12 @@
 """Random programs, a fixed seed: see `python -m tests.fuzz` for more of them."""
 
 import warnings
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from tests.fuzz import compare
 from tests.fuzz.compare import Fuzzer
 from tests.fuzz.programs import build
 
@@ -33,3 +36,20 @@ def test_random_programs(part):
 def test_a_seed_is_a_program():
     assert build(7) == build(7)
     assert build(7) != build(8)
+
+
+def test_equal_values_are_right_where_noise_leads_to_nan(monkeypatch):
+    """Another output differs, within what the noise allows; a NaN of the oracle under noise allows no other number."""
+    expected = [torch.tensor([1.0, 2.0]), torch.tensor([torch.nan, 4.0])]
+    shaken = [torch.tensor([1.0, 2.1]), torch.tensor([torch.inf, torch.nan])]
+    monkeypatch.setattr(compare, "results_of", lambda *_: shaken)
+    program = build(7)
+    program = Mock(wraps=program, train=False, recipe=program.recipe, dynamic=False, outputs=lambda: ["x", "y"])
+
+    def difference(*got):
+        return Fuzzer()._difference(program, Mock(), None, None, None, [], got, expected)
+
+    near = torch.tensor([1.0, 2.05])
+    assert difference(near, expected[1].clone()) is None
+    assert difference(torch.tensor([1.0, 3.0]), expected[1]).startswith("x: relative error")
+    assert difference(near, torch.tensor([torch.nan, 5.0])).startswith("y: relative error")
