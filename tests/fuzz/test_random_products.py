@@ -9,20 +9,20 @@ from tests.fuzz.random_products import wrong_with
 pytestmark = pytest.mark.pinned_triton  # the simulator executes what Triton compiles
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 24, 8))
 def test_products(first):
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 8):
         wrong, what, _ = wrong_with(seed)
         assert not wrong, (what, wrong)
 
 
 def test_a_planted_fault_is_found(monkeypatch):
-    """Rows of 16-bit activations of 208 elements, read as if they were padded to whole blocks, as rows of codes are."""
+    """Rows of 16-bit activations of 80 elements, read as if they were padded to whole blocks, as rows of codes are."""
 
     def with_padded_rows(*arguments, **options):
         *others, width, _ = arguments
         return launch(*others, width, width, **options)
 
     monkeypatch.setattr(float8_tiles, "launch", with_padded_rows)
-    wrong, what, kernels = wrong_with(153)
-    assert kernels == ["float8_weight_tiles"] and "35x600x208" in what and wrong
+    wrong, what, kernels = wrong_with(256)
+    assert kernels == ["float8_weight_tiles"] and "15x264x80" in what and wrong

@@ -221,7 +221,8 @@ FAULTS = (
         Edit(r"and\.pred\s+%p\d+, %p\d+, %p\d+;(\s*add\.s32\s+%r\d+, %r\d+, 229440;)", r"\1")),
     _of("predicates", DENSE, "the parity of a wait is never set",
         Edit(r"mov\.b32 \t%r\d+, 1;(\s*// begin inline asm\s*{\s*.reg .pred complete)", r"\1")),
-    _of("predicates", DENSE, "the flag that adds is never set", Edit(r"setp\.ne\.b32 \t%p101[^;]*;", "", None)),
+    _of("predicates", DENSE, "the flag that adds is never set",
+        Edit(r"(tcgen05\.mma[^;]*, (%p\d+);[\s\S]*?)setp\.ne\.b32 \t\2, [^;]*;", r"\1", None)),
     _of("predicates", DENSE, "an arrival's guard is negated", Edit(r"@(%p\d+ mbarrier\.arrive\.shared)", r"@!\1"),
         missed="Each of the 255 arrivals completes a phase, as the mbarrier counts one; no wait falls between them, "
                "and after an odd number the parity is right."),

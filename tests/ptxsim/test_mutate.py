@@ -13,8 +13,8 @@ from tests.ptxsim.subjects import SUBJECTS
 # Edits by the pattern of their name, and the check that finds them.
 DENSE = {
     r"product 1 of \d+: scales of A and B swapped": "wrong values",
-    r"arrival 1 of \d+: \+2048 bytes": "deadlock",
-    r"tensor copy 2 of \d+: to 128 bytes later": "race",
+    r"arrival \d of \d+: \+2048 bytes": "deadlock",
+    r"tensor copy 4 of \d+: to 128 bytes later": "race",
     r"fence.proxy.async 3 of \d+ removed": "proxy fence",
 }
 ROWS = {

@@ -66,6 +66,13 @@ def test_more_shared_memory_than_the_gpu_has():
         multiply(x, replace(choice, config=replace(choice.config, bn=256, stages=5)))
 
 
+def test_a_product_of_one_step():
+    """By specialised warps; Triton takes an argument of 1 for a constant, and makes other code."""
+    x = exact_arguments(case := MatmulCase("mxfp8", "mxfp8", 104, 64, 96, epilogue="bias"))
+    choice = choose(problem_of(x, Target(100)), "block_scaled_sm100")
+    assert choice.config.warp_specialize and differences(case, x, choice, on()) == []
+
+
 def test_groups_and_steps():
     """Groups without rows, and rows of no group; a norm whose statistics are computed on the chip."""
     assert quantized(entry(GROUPED_CONFIGURATIONS, "grouped rows", "nvfp4"), (130, 80), on()) == []

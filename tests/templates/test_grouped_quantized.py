@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile import _compat, hardware
+from fp4compile import hardware
 from fp4compile.check.machine_code import compile_launch, product_row
 from fp4compile.check.products import MatmulCase
 from fp4compile.formats import formats, reference, reference_grouped
@@ -209,8 +209,7 @@ def test_machine_code_of_amaxes():
     assert len(re.findall(r"\b(?:RED|ATOM)G\.E\.MAX\.S32\b", code.sass.text)) == 1
     alone = replace(product, epilogue="", weights=1)
     more = instructions(alone)[0] - instructions(replace(alone, result=""))[0]
-    expected = cost.GROUP_AMAX_INSTRUCTIONS if _compat.triton_version() >= (3, 9) else 49  # of Triton 3.9; 3.6 and 3.8
-    assert more == expected
+    assert more == cost.GROUP_AMAX_INSTRUCTIONS
 
 
 @compiles

@@ -118,7 +118,7 @@ from fp4compile.templates.quantize.source import power_of_two
 def gemm_block_scaled_sm100(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, out_scales_ptr,
     out_outer_ptr, epilogue_0_ptr, epilogue_1_ptr, offs_ptr, table_ptr,
-    batches, rows, m, n, out_cols, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
+    batches, rows, m, n, out_cols, a_per_row, b_per_row, k, row_tiles_a, row_tiles_b, col_tiles,
     a_outer_each, b_outer_each, pair_outer,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr, PAIR: tl.constexpr,
@@ -142,10 +142,10 @@ def gemm_block_scaled_sm100(
     The grid is persistent: program p takes the tiles p, p + grid, p + 2 * grid, and so on.
 
     offs: int32 [batches]. rows: how many rows the offsets cut. out_cols: units of two codes, or results, in a row of
-    out; ALIGN divides it. *_per_row: bytes of codes in a row. steps: of BK elements along K. row_tiles_*, col_tiles:
-    tiles of 128 x 4 of the swizzled scales of one matrix; with groups of rows, row_tiles_a of all of a. *_outer_each:
-    the number of global or row scales of each group; 0 where all groups share them. table: memory for int32 [tiles, 4],
-    where tiles is the largest possible number of tiles.
+    out; ALIGN divides it. *_per_row: bytes of codes in a row. k: elements along K, whole steps of BK.
+    row_tiles_*, col_tiles: tiles of 128 x 4 of the swizzled scales of one matrix; with groups of rows, row_tiles_a of
+    all of a. *_outer_each: the number of global or row scales of each group; 0 where all groups share them. table:
+    memory for int32 [tiles, 4], where tiles is the largest possible number of tiles.
     GROUPS: 0, or the number of groups, rounded up to a power of two. GROUP_M: row tiles that are scheduled together,
     for the L2 cache. PARTS: parts of a tile's columns that the epilogue processes one by one. TMA: rows of codes are
     multiples of 16 bytes. TMA_STORE: there is a single matrix, and rows of out are multiples of 16 bytes. TWO_SUMS:
@@ -208,7 +208,7 @@ def gemm_block_scaled_sm100(
         if finds_amax(EPILOGUE) and GROUPS == 0:
             amax = tl.zeros((BM, 2), tl.int32)
         if TMA:
-            tl.assume(steps > 0)  # so that Triton makes no second epilogue, for tiles without steps
+            tl.assume(k > 0)  # so that Triton makes no second epilogue, for tiles without steps
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=WARP_SPECIALIZE,
                              warp_specialize=WARP_SPECIALIZE, disallow_acc_multi_buffer=not TWO_SUMS):  # fmt: skip
             a_outer = a_outer_ptr
@@ -240,7 +240,10 @@ def gemm_block_scaled_sm100(
                 pair_factor = factor_of_rows(row, end, 0, a_outer, b_outer + pair_outer, rescale_mode(A_OUTER),
                                              "tensor")  # fmt: skip
             acc = tl.zeros((BM, BN), tl.float32)
-            for step in range(steps):
+            # No argument counts steps: Triton takes an argument of 1 for a constant, and its code for specialised warps
+            # and one step ends barriers that copies may still arrive at.
+            for k_col in range(0, k, BK):
+                step = k_col // BK
                 a = load_codes(a_source, a_row, step * a_bytes, end, a_per_row, BM, a_bytes, TMA, EVEN_K)
                 b = load_codes(b_source, b_row, step * b_bytes, (b_batch + 1) * n, b_per_row, tile_cols, b_bytes, TMA,
                                EVEN_K, matrices, matrix)  # fmt: skip
@@ -459,8 +462,8 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
         out if call.result_outer is None else call.result_outer, *call.epilogue_pointers(out),
         out if call.offs is None else call.offs, table,
         groups or p.batches, p.rows, p.m, p.n, stored_cols, p.row_bytes(p.a), p.row_bytes(p.b),
-        ceil_div(p.padded_k, config.bk), row_tiles, ceil_div(p.n, TILE_ROWS), ceil_div(blocks, 4), a_each, b_each,
-        to_pair, num_warps=config.num_warps, num_stages=config.stages,
+        ceil_div(p.padded_k, config.bk) * config.bk, row_tiles, ceil_div(p.n, TILE_ROWS), ceil_div(blocks, 4),
+        a_each, b_each, to_pair, num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
         PAIR=int(p.spec.pair) + int(p.two_weights), GROUPS=triton.next_power_of_2(groups) if groups else 0,
         ALONG_K=int(p.along_k), EVEN_K=int(even or groups > 0), EVEN_BLOCKS=int(call.even_blocks),

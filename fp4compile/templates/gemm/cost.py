@@ -74,7 +74,7 @@ QUANTIZE_INSTRUCTIONS = {"e4m3": 89, "e8m0": 64}
 ISSUED = 0.7
 # Instructions of a thread for 16 elements that it takes to find the amax of a result, counted in the same way: without
 # groups, and with groups of rows, whose amaxes each tile raises.
-AMAX_INSTRUCTIONS, GROUP_AMAX_INSTRUCTIONS = 32, 50
+AMAX_INSTRUCTIONS, GROUP_AMAX_INSTRUCTIONS = 32, 49
 CLOCK = 1.85e9
 ANY_ROWS = (128, 1024, 8192)  # rows of A that represent a symbolic number of rows
 
