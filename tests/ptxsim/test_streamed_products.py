@@ -149,8 +149,8 @@ def test_streamed_fp8_of_one_a():
     # tiles of a whole group, of a group's end, and of rows of no group.
     (None, (3, *[0] * 31, 238, 0, 0), 33, "square", ("group", "row"), (136, 448), (72, 4, 1, 3, 1, 1, 8, 3, 32)),
     ("nvfp4", (3, 0, 33, 1), 1, "swizzled", ("row", "group"), (64, 192), (16, 4, 1, 2, 2)),
-    (None, (0, 40, 3), 2, "mxfp4", (None, None), (72, 448), (16, 4, 1, 2, 1)),
-    (None, (0, 9, 1), 2, "mxfp4", (None, None), (72, 448), None),
+    (None, (0, 40, 3), 2, "mxfp4", (None, None), (72, 448), (32, 4, 1, 2, 1, 1, 8, 3, 16)),
+    (None, (0, 9, 1), 2, "mxfp4", (None, None), (72, 1088), None),
 ], ids=["walked", "ragged", "codes", "mxfp4", "few rows of mxfp4"])  # fmt: skip
 def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, monkeypatch):
     """Bits of the reference. NaN of tokens or weights of one group reach no other; rows of no group are zeros."""

@@ -1,5 +1,7 @@
 """The kernels that stream FP4 weights (gemv, skinny, wgmma): written in inline PTX, so they run on a GPU alone."""
 
+from dataclasses import astuple
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.gemv import GemvConfig
 from fp4compile.templates.gemm.skinny import SkinnyConfig
-from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
+from fp4compile.templates.gemm.wgmma_launches_sm90 import GROUPED_TILES, LARGE_TILES, WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from tests.helpers import choices
 from tests.helpers.check_products import check
@@ -105,38 +107,46 @@ def test_wgmma_with_many_rows(a, b, layout):
     check_shapes(shapes, a, b, layout)
 
 
-# Rows of a tile, warps, parts of a warp, stages, steps per stage, parts of K; tiles walked together, buffers of A.
+# Rows of a tile, warps, parts of a warp, stages, steps per stage, parts of K; then all tiles of many rows.
 WGMMA_CONFIGURATIONS = [
-    (16, 4, 1, 3, 1, 1), (16, 8, 1, 3, 2, 4), (32, 8, 1, 3, 2, 1), (32, 4, 1, 2, 1, 8), (64, 8, 1, 3, 1, 2),
-    (64, 16, 1, 4, 2, 1), (96, 8, 2, 3, 1, 2), (128, 8, 2, 3, 1, 1), (256, 8, 1, 2, 1, 1, 8, 3),
+    *(WgmmaConfig(*form) for form in (
+        (16, 4, 1, 3, 1, 1), (16, 4, 1, 2, 2, 4), (16, 8, 1, 3, 2, 4), (32, 8, 1, 3, 2, 1), (32, 4, 1, 2, 1, 8),
+        (64, 8, 1, 3, 1, 2), (64, 16, 1, 4, 2, 1),
+    )),
+    *(WgmmaConfig(rows, 8, parts, stages, 1, 1 + (rows < 128), buffers=buffers)
+      for rows, parts, stages, buffers, _ in LARGE_TILES),
 ]  # fmt: skip
+
+
+def of_config(config):
+    """The name of a test of a configuration."""
+    return config and "-".join(map(str, astuple(config)))
+
+
+def configured(config, monkeypatch):
+    """Let `wgmma_sm90` have this configuration for every problem."""
+    choices.configured(monkeypatch, "wgmma_sm90", lambda problem: with_shared_memory(config, problem, needed_bytes))
 
 
 @gpu
 @pytest.mark.parametrize(("a", "b"), [(torch.bfloat16, "nvfp4"), ("nvfp4_rowwise", "nvfp4"), (torch.bfloat16, "mxfp4")],
                          ids=str)  # fmt: skip
-@pytest.mark.parametrize("form", WGMMA_CONFIGURATIONS, ids=str)
-def test_configurations_of_wgmma(form, a, b, monkeypatch):
+@pytest.mark.parametrize("config", WGMMA_CONFIGURATIONS, ids=of_config)
+def test_configurations_of_wgmma(config, a, b, monkeypatch):
     """Each configuration, with fewer stages of A than buffers, and with so many that every buffer is used again."""
-    rows, steps = form[0], form[4]
-
-    def config(problem):
-        return with_shared_memory(WgmmaConfig(*form), problem, needed_bytes)
-
-    choices.configured(monkeypatch, "wgmma_sm90", config)
-    shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * steps * count) for count in range(1, 10))]
+    configured(config, monkeypatch)
+    rows, width = config.rows, 128 * config.steps_per_stage
+    shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, width * count) for count in range(1, 10))]
     check_shapes(shapes, a, b, "linear")
 
 
 @gpu
 @of_pipelines
-@pytest.mark.parametrize("form", [None, (16, 4, 1, 2, 2), (72, 8, 1, 3, 1), (64, 8, 1, 3, 1, 1, 8, 4, 48, 16),
-                                  (160, 8, 1, 4, 1, 1, 8, 4, 96, 32), (256, 8, 1, 2, 1, 1, 8, 3)], ids=str)  # fmt: skip
-def test_groups_of_wgmma(form, a, b, layout, monkeypatch):
+@pytest.mark.parametrize("config", [None, *(tile for tile, *_ in GROUPED_TILES)], ids=of_config)
+def test_groups_of_wgmma(config, a, b, layout, monkeypatch):
     """Groups of random sizes, some empty; NaN in rows of no group, and in one group that keeps it to itself."""
-    if form is not None:
-        choices.configured(monkeypatch, "wgmma_sm90",
-                           lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
+    if config is not None:
+        configured(config, monkeypatch)
     fmt, generator = formats.get(b), torch.Generator().manual_seed(0)
     for groups, each, n, k in ((1, 40, 512, 1024), (5, 65, 200, 448), (40, 100, 256, 192), (8, 257, 1032, 2112)):
         sizes = (torch.rand(groups, generator=generator) * 2.4 * each - 0.2 * each).clamp(0).int()

@@ -4,8 +4,10 @@
 `skinny` with two rows, of which one is empty (H200: 4096 x 4096 5.2 and 5.7 us, 14336 x 4096 12.7 and 14.9 us).
 
 On SM90 `wgmma_sm90` takes experts with more than four tokens on average, since `skinny` computes a second tile of a
-matrix from nine tokens on. gpt-oss' 5760 x 2880 on an H200, `skinny` and `wgmma_sm90`: two tokens 98 and 100 us, four
-119 and 121, eight 169 and 125; Qwen3-30B's 1536 x 2048: two 74 and 79, four 88 and 87, eight 121 and 97.
+matrix from nine tokens on; and with K below 1024, where the warps of `skinny`, which share K, have a step or two, those
+with more than one. MXFP4 on an H200, `skinny` and `wgmma_sm90`: gpt-oss' 5760 x 2880, two tokens 108 and 110 us, four
+120 and 116, eight 168 and 127; Qwen3-30B's 1536 x 2048, two 79 and 77, four 87 and 84, eight 118 and 92, and its
+2048 x 768, two 58 and 47, four 67 and 52. NVFP4, gpt-oss: two 104 and 124, four 116 and 123.
 """
 
 from collections.abc import Sequence
@@ -63,8 +65,9 @@ EXPERT_ROWS = 4  # average rows of a group up to which `skinny` serves groups th
 
 
 def _serves(p: Problem) -> bool:
-    by_wgmma = p.ragged and 90 <= p.target.sm < 100 and p.groups <= MOST_GROUPS
-    rows = EXPERT_ROWS if by_wgmma else skinny.SKINNY_ROWS
+    rows = skinny.SKINNY_ROWS
+    if p.ragged and 90 <= p.target.sm < 100 and p.groups <= MOST_GROUPS:
+        rows = EXPERT_ROWS if statically_true(p.k >= 1024) else 1
     return executes(p) and streams(p) and statically_true(p.m <= rows * (p.groups if p.ragged else 1))
 
 

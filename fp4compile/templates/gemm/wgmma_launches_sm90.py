@@ -70,52 +70,49 @@ def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[.
 
 
 def _tile(p: Problem) -> WgmmaConfig:
-    """The tile up to 64 rows of A: a program of eight warps for each multiprocessor, or one program of 16 warps.
+    """The tile up to 64 rows of A: one program of 8 or 16 warps for each multiprocessor, or several of four warps.
 
-    16 warps read A less often, which pays where A has many rows and B is large. Small weights, and large weights with
-    few rows of A, need many small programs. Partial sums cost another launch, so one program per multiprocessor is
-    enough, unless K is very long. An epilogue takes registers, which 16 warps do not have.
+    16 warps read A less often, which pays where A has many rows and B is large. Small weights, and up to 16 rows of A,
+    need many small programs. Partial sums cost another launch, so one program of eight warps per multiprocessor is
+    enough. An epilogue takes registers, which 16 warps do not have.
     """
     rows = 16 if statically_true(p.m <= 16) else 32 if statically_true(p.m <= 32) else 64
-    few = WgmmaConfig(rows, warps=8, parts=1, stages=3, steps_per_stage=2)
+    few, room, most = WgmmaConfig(rows, warps=8, parts=1, stages=3, steps_per_stage=2), 1, 8
     if statically_true(p.n <= 2048):
         few = replace(few, warps=4, steps_per_stage=1)
-    elif rows == 16 and statically_true(p.n >= 16384) and statically_true(p.k >= 2048):
-        return replace(few, warps=4, stages=2, split_k=2)
+    elif rows == 16:
+        # 6144 x 4096 takes 11.1 us on an H200, and 12.3 by eight warps; 8192 x 8192 19.9 and 19.8.
+        few, room, most = replace(few, warps=4, stages=2), 7, 4
     many = WgmmaConfig(rows, warps=16, parts=1, stages=2, steps_per_stage=2)
     config = many if rows == 64 and statically_true(p.n * p.k > 2**26) else few
-    programs, split_k = config.grid(rows, p.n), 1
-    # The exception for long K was timed before dequantisation ran beside wgmma, and not since.
-    room = p.target.multiprocessors * (2 if rows == 16 and statically_true(p.k > 16384) else 1)
+    programs, split_k, room = config.grid(rows, p.n), 1, room * p.target.multiprocessors
     # A part has at least 512 elements of K.
-    while split_k < 8 and statically_true(2 * programs * split_k <= room) and statically_true(p.k >= 1024 * split_k):
+    while split_k < most and statically_true(2 * programs * split_k <= room) and statically_true(p.k >= 1024 * split_k):
         split_k *= 2
     return replace(few if p.spec.epilogue and split_k == 1 else config, split_k=split_k)
 
 
 # Tiles of more than 64 rows of A, by eight warps: rows, parts, stages, buffers, and the microseconds of a step of 128
-# elements along K on an H100. The times were fitted to 484 timed launches (80 to 8192 rows, the shapes 8192x8192,
-# 28672x8192 and 4096x14336), together with the next two lines, to 5 %; 72, 160 and 224 rows lie between. They choose
-# the fastest of the timed tiles in all cases except three, which lose up to 3 %. More rows of A need fewer bytes from
-# shared memory for each matrix instruction: with 256 rows the matrix units are busy for 95 % of a program's time. Two
-# parts make tiles of twice the size, which pays where one part would leave half of the last round of programs empty.
-# Against bf16, 8192x8192, microseconds on an H200 (benchmarks/results/many_rows_h200.json): 65 rows 38.5 and 27.8, 128
-# rows 41.8 and 34.8, 256 rows 54.7 and 56.8, 512 rows 93.7 and 91.5, 1024 rows 178.6 and 179.0, 2048 rows 360.0 and
-# 377.2.
-_LARGE_TILES = (
-    (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 4, 4, 0.72), (128, 1, 4, 4, 0.83), (160, 1, 4, 4, 0.95),
-    (192, 1, 2, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 2, 3, 1.44), (96, 2, 3, 4, 1.33), (128, 2, 3, 4, 1.565),
+# elements along K on an H200. The times were fitted, with the next two lines, to 2592 timed launches (96 to 2048 rows,
+# six shapes of Llama-3), off by 3 % on average, and those of 96 and 128 rows then raised by up to 4 % to choose best;
+# those of 72 and 80 rows are of three launches. Of 27 timed tiles the chosen ones take 0.5 % more time than the
+# fastest, 4 % in the worst case. More rows of A need fewer bytes from shared memory for each matrix instruction: with
+# 256 rows the matrix units are busy for 95 % of a program's time. Two parts make tiles of twice the size, which pays
+# where one part would leave half of the last round of programs empty.
+LARGE_TILES = (
+    (72, 1, 3, 3, 0.62), (80, 1, 3, 3, 0.63), (96, 1, 3, 3, 0.642), (128, 1, 2, 4, 0.832), (160, 1, 2, 4, 0.888),
+    (192, 1, 2, 4, 1.024), (224, 1, 3, 3, 1.187), (256, 1, 2, 3, 1.352), (128, 2, 3, 4, 1.473),
 )  # fmt: skip
-_ROUND = 2.0  # microseconds of a round of programs without its steps
-_SUMS, _SUMS_PER_MILLION = 4.3, 2.1  # microseconds of the launch that adds partial sums, and of a million of them
+_ROUND = 1.37  # microseconds of a round of programs without its steps
+_SUMS, _SUMS_PER_MILLION = 2.7, 1.7  # microseconds of the launch that adds partial sums, and of a million of them
 
 
 def _large_tile(p: Problem) -> WgmmaConfig:
-    """The tile of more than 64 rows of A, and the parts of K, that take the least time; see `_LARGE_TILES`."""
+    """The tile of more than 64 rows of A, and the parts of K, that take the least time; see `LARGE_TILES`."""
     # Two parts do not leave enough registers for an epilogue, and 256 rows only one whose loads are not masked.
     most = 224 if p.spec.epilogue and not statically_true(p.n % 128 == 0) else 256
     tiles = [(WgmmaConfig(rows, 8, parts, stages, 1, buffers=buffers), step)
-             for rows, parts, stages, buffers, step in _LARGE_TILES
+             for rows, parts, stages, buffers, step in LARGE_TILES
              if rows <= most and (parts == 1 or not p.spec.epilogue)]  # fmt: skip
     if not p.static:
         return tiles[3][0]
@@ -132,24 +129,18 @@ def _large_tile(p: Problem) -> WgmmaConfig:
     return min(each, key=lambda config: microseconds(*config))[0]
 
 
-# Tiles of groups of rows: rows, warps, stages, steps a stage, buffers; the microseconds of a round of programs without
-# its steps, and of a step of 128 elements along K; rows of narrower tiles, and the microseconds of their steps. Of
-# packed experts on an H100: least squares of 30 to 58 timed cases each (9 to 1024 rows a group, of three shapes),
-# without `swizzle_a_sm90`, off by 4 to 8 % on average. Up to 96 rows, two or more programs share a multiprocessor, and
-# one computes while another starts or ends. 160 rows, 48 as the narrower tile of 64, four warps of 16 rows, and the
-# step of 96 rows are from an H200 (experts of gpt-oss, Qwen3-30B and Llama-4). There gpt-oss' 5760 x 2880 takes 148 us
-# instead of 160 for 32 rows an expert, 197 instead of 206 for 64 rows, 288 instead of 371 for 128 rows; two parts were
-# never the fastest. Other narrower tiles were not timed: a step counts as that of a whole tile of as many rows, here or
-# in `_LARGE_TILES`.
+# Tiles of groups of rows: warps; the microseconds of a round of programs without its steps; rows of the whole tile and
+# of narrower ones, and the microseconds of a step of 128 elements along K. They have two stages of a step, and three
+# buffers: with more, fewer programs share a multiprocessor. Least squares of 56 to 144 launches each on an H200, with
+# `swizzle_a_sm90`, off by 3 to 6 % on average, then changed by up to 3 % to choose best: NVFP4 and MXFP4 experts of
+# gpt-oss-20b and Qwen3-30B, 2 to 256 rows a group. Of 20 timed tiles the chosen ones take 0.9 % more time than the
+# fastest, 8 % in the worst case.
 GROUPED_TILES = tuple(
-    (WgmmaConfig(rows, warps, 1, stages, steps, 1, 8, buffers, *sorted(narrow, reverse=True)), turn, step, narrow)
-    for rows, warps, stages, steps, buffers, turn, step, narrow in (
-        (16, 4, 2, 2, 4, 0.39, 0.187, {}), (32, 8, 3, 2, 4, 0.94, 0.430, {}),
-        (64, 8, 3, 1, 4, 1.33, 0.563, {48: 0.515, 16: 0.374}),
-        (80, 8, 3, 1, 4, 1.49, 0.642, {32: 0.430}), (96, 8, 3, 1, 3, 1.57, 0.690, {32: 0.430}),
-        (160, 8, 4, 1, 4, 3.6, 0.955, {96: 0.72, 32: 0.43}),
-        (192, 8, 2, 1, 4, 4.09, 1.067, {96: 0.72, 32: 0.43}),
-        (256, 8, 2, 1, 3, 4.89, 1.389, {128: 0.83, 64: 0.563}),
+    (WgmmaConfig(max(steps), warps, 1, 2, 1, 1, 8, 3, *sorted(steps, reverse=True)[1:]), turn, steps)
+    for warps, turn, steps in (
+        (4, 0.30, {16: 0.217}), (8, 0.68, {32: 0.488, 16: 0.461}), (8, 1.00, {64: 0.580, 48: 0.580, 32: 0.489}),
+        (8, 0.90, {96: 0.758, 48: 0.594, 32: 0.507}), (8, 2.70, {160: 1.049, 96: 0.783, 48: 0.514}),
+        (8, 2.76, {224: 1.356, 96: 0.789, 48: 0.610}), (8, 2.74, {256: 1.588, 128: 0.920, 64: 0.669}),
     )
 )  # fmt: skip
 _NORMAL = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)  # numbers of a normal distribution, equally likely
@@ -159,26 +150,24 @@ def _tile_of_groups(p: Problem) -> WgmmaConfig:
     """The tile that takes the least time by `GROUPED_TILES`.
 
     Sizes of groups are unknown. A third of the estimate is for equal sizes, a third for tokens that choose their groups
-    at random, and a third for sizes between 0 and twice the average. A tile of more than twice the average rows was not
-    timed against narrower ones.
+    at random, and a third for sizes between 0 and twice the average.
     """
+    if not p.static:
+        return GROUPED_TILES[-1][0]
     each = p.m / p.groups  # rows of a group
-    steps = ceil_div(p.k, 128)
+    along_k = ceil_div(p.k, 128)
     # A group's first tile begins up to 7 rows before it.
     chance = [each + 3.5 + each**0.5 * normal for normal in _NORMAL]
     between = [3.5 + each * (2 * i + 1) / 8 for i in range(8)]
     sizes = [each] * 8 + chance + between
 
-    def microseconds(config: WgmmaConfig, turn: float, step: float, narrow: dict[int, float]) -> float:
+    def microseconds(config: WgmmaConfig, turn: float, steps: dict[int, float]) -> float:
         def of_group(rows: float) -> float:
             whole, left = divmod(rows, config.rows)
-            last = next((time for width, time in sorted(narrow.items()) if left <= width), step)
-            return whole * (turn + steps * step) + (turn + steps * last) * (left > 0)
+            last = next(time for width, time in sorted(steps.items()) if left <= width)
+            return whole * (turn + along_k * steps[config.rows]) + (turn + along_k * last) * (left > 0)
 
         programs = p.groups * ceil_div(p.n, 16 * config.parts * config.warps) / p.target.multiprocessors
         return max(programs, 1.0) * sum(map(of_group, sizes)) / len(sizes)
 
-    tiles = GROUPED_TILES[-1:]  # only read when sizes are concrete
-    if p.static:
-        tiles = [tile for tile in GROUPED_TILES if tile[0].rows <= max(16, 2 * each)]
-    return min(tiles, key=lambda tile: microseconds(*tile))[0]
+    return min(GROUPED_TILES, key=lambda tile: microseconds(*tile))[0]
