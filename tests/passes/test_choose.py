@@ -96,15 +96,17 @@ def test_kernel_and_tier(a, b, m, sm, kernel, tier):
 def test_experts_of_mxfp4_are_streamed_where_their_scales_begin_at_words(n, k, a, kernel):
     """Matrices of 17 rows with 14 scales each are no whole words. Quantised activations are not streamed."""
     spec = ProductSpec(operand_spec(a, False), operand_spec("mxfp4", False), BF16, Grouping.RAGGED_ROWS)
-    assert choose(Problem(spec, 8, n, k, Target(90), groups=4)).kernel == kernel
+    assert choose(Problem(spec, 4, n, k, Target(90), groups=4)).kernel == kernel
 
 
-@pytest.mark.parametrize(("groups", "each", "kernel"), [
-    (512, 4, "streaming"), (512, 5, "wgmma_sm90"), (513, 8, "streaming"),
+@pytest.mark.parametrize(("groups", "each", "k", "kernel"), [
+    (512, 4, 1024, "streaming"), (512, 5, 1024, "wgmma_sm90"), (513, 8, 512, "streaming"),
+    (512, 1, 960, "streaming"), (512, 2, 960, "wgmma_sm90"),
 ])  # fmt: skip
-def test_more_groups_than_wgmma_takes_are_streamed_up_to_eight_tokens_each(groups, each, kernel):
+def test_experts_are_streamed_up_to_some_tokens_each(groups, each, k, kernel):
+    """Four on average, or one where K is short; eight where there are more experts than `wgmma_sm90` takes."""
     spec = ProductSpec(operand_spec(None, False), operand_spec("nvfp4", False), BF16, Grouping.RAGGED_ROWS)
-    assert choose(Problem(spec, groups * each, 512, 512, Target(90), groups=groups)).kernel == kernel
+    assert choose(Problem(spec, groups * each, 512, k, Target(90), groups=groups)).kernel == kernel
 
 
 POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
@@ -165,10 +167,10 @@ def test_an_epilogue_is_not_the_librarys():
     ("dequant_tiles", 2048, 4096, 1), ("dequant_tiles", 2032, 4096, 2), ("dequant_tiles", 2032, 1024, 2),
     ("dequant_tiles", 2032, 1008, 1), ("dequant_tiles", 1024, 4096, 2), ("dequant_tiles", 1008, 4096, 4),
     ("dequant_tiles", 1008, 2048, 4), ("dequant_tiles", 1008, 2032, 2), ("dequant_tiles", 256, 2**16, 8),
-    # 132 multiprocessors take a program of 128 rows of B each; a part of K has at least 512 elements.
+    # 132 multiprocessors take seven programs of 64 rows of B each; a part of K has at least 512 elements.
     ("wgmma_sm90", 4096, 4096, 4), ("wgmma_sm90", 4096, 2048, 4), ("wgmma_sm90", 4096, 2032, 2),
-    ("wgmma_sm90", 4096, 1024, 2), ("wgmma_sm90", 4096, 1008, 1), ("wgmma_sm90", 8448, 4096, 2),
-    ("wgmma_sm90", 8464, 4096, 1),
+    ("wgmma_sm90", 4096, 1024, 2), ("wgmma_sm90", 4096, 1008, 1), ("wgmma_sm90", 14784, 4096, 4),
+    ("wgmma_sm90", 14800, 4096, 2), ("wgmma_sm90", 29568, 4096, 2), ("wgmma_sm90", 29584, 4096, 1),
     # 148 multiprocessors of a B200: a program for each, of 128 rows of B, or one for each step of 256 elements.
     ("skinny_block_scaled_sm100", 4096, 4096, 5), ("skinny_block_scaled_sm100", 4096, 1280, 5),
     ("skinny_block_scaled_sm100", 4096, 1024, 4), ("skinny_block_scaled_sm100", 148 * 128, 4096, 1),
@@ -181,7 +183,7 @@ def test_k_is_split_until_the_gpu_is_full(kernel, n, k, parts):
 
 @pytest.mark.parametrize(("m", "n", "k", "tile"), [
     # One round of 132 multiprocessors: 128 programs, of as many rows of A as that takes, or of a part of K.
-    (65, 8192, 8192, (72, 1, 2)), (128, 8192, 8192, (128, 1, 2)), (256, 8192, 8192, (128, 1, 1)),
+    (65, 8192, 8192, (72, 1, 2)), (128, 8192, 8192, (128, 1, 2)), (256, 8192, 8192, (256, 1, 2)),
     (384, 8192, 8192, (192, 1, 1)), (512, 8192, 8192, (256, 1, 1)), (128, 4096, 14336, (128, 1, 4)),
     # 224 tiles of one part would be two rounds; 112 of two parts are one.
     (128, 28672, 8192, (128, 2, 1)), (640, 8192, 8192, (160, 1, 1)), (2048, 28672, 8192, (256, 1, 1)),

@@ -337,7 +337,7 @@ def test_launches_are_decomposed_without_a_trace(monkeypatch):
 @pytest.mark.parametrize(("recipe", "rows", "expected"), [
     ("mxfp8", 1024, ["gemm_grouped"]),  # of values, which the quantisers wrote
     ("mxfp8", 512, ["gemm_dequant_tiles"]),
-    ("mxfp8", ANY, ["scaled_mm"]), ("nvfp4_weight_only", 16, ["tensor_amax", "gemm_skinny"]),
+    ("mxfp8", ANY, ["scaled_mm"]), ("nvfp4_weight_only", 4, ["tensor_amax", "gemm_skinny"]),
     ("nvfp4_weight_only", 512, ["tensor_amax", "gemm_wgmma_sm90"]),
     ("nvfp4", ANY, ["tensor_amax", "tensor_amax", "scaled_mm"]),
     ("float8_rowwise", 512, ["scaled_mm_opaque"]),

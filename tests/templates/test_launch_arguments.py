@@ -170,7 +170,7 @@ def test_rows_that_tma_copies(a, b, k, copied):
 @pytest.mark.parametrize(("groups", "rows"), [(1, 1), (3, 3), (3, 9), (6, 23), (5, 20)])
 def test_the_table_of_a_grouped_decode_step_holds_every_row_tile(groups, rows):
     """Of any sizes of the groups: the kernel writes an entry for each tile of each group."""
-    a, b, offs = Operand(meta(rows, 512)), weights(groups, 1024, 512), meta(groups, dtype=torch.int32)
+    a, b, offs = Operand(meta(rows, 1024)), weights(groups, 1024, 1024), meta(groups, dtype=torch.int32)
     with dry_run(Target(90)) as found:
         scaled_grouped_mm(a, b, offs, rows, BF16)
     launch = found[-1]
