@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import inspect
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -112,6 +113,10 @@ def _of_function(source: str, module: str, name: str, tokens: int) -> ModelCall:
     if isinstance(function, torch.nn.Module) or not callable(function):
         raise argparse.ArgumentTypeError(f"{source!r}: expected a function that returns a model, got an object of "
                                          f"{type(function).__name__}")  # fmt: skip
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{source!r}: expected a function without arguments: {error}") from error
     with torch.device("meta"):
         made = function()
         given = made[1] if isinstance(made, tuple) and len(made) == 2 else torch.zeros(1, tokens, dtype=torch.long)

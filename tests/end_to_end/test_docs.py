@@ -176,7 +176,7 @@ def claims() -> dict[str, list[str]]:
     """Figures in sentences of hand-written pages, from the files, by page."""
     plain, packed = stored("llama_decode_h100.json")["rows"]
     linear = [row for row in stored("linear_h200.json")["rows"] if int(row["shape"].split("x")[0]) <= 64]
-    decode = [row for row in stored("grouped_mm_h200.json")["decode"] if row["decode"].endswith("each")]
+    decode = [row for row in stored("experts_decode_h200.json")["decode"] if row["decode"].endswith("each")]
     mlp = {row["block"]: row for row in stored("mlp_block_h100.json")["rows"]}
     emulated = [row for name, row in mlp.items() if name.startswith(("mxfp8", "nvfp4"))]
     fused = stored("producers_h200.json")
@@ -185,12 +185,12 @@ def claims() -> dict[str, list[str]]:
         row["fused s in all"] / row["apart s in all"] for part in ("decode", "prefill") for row in fused[part][1:]
     ]
     on_cpu = stored("compile_time_cpu.json")["rows"][1:]
-    first = stored("compile_time_h200.json")["rows"][1]
     losses = {row["variant"]: row["over bf16 %"] for row in stored("training_loss_h200.json")["rows"]}
     check = stored("weight_check_h200.json")
     gpt_oss = [row["fp4compile"] / row["bf16"] for row in stored("gpt_oss_layer_h200.json")["rows"][:6]]
     float8 = [row["bf16"] / row["block"] for row in stored("float8_linear_h200.json")["rows"] if row["M"] <= 8]
     plain8, packed8 = stored("llama_decode_float8_h200.json")["rows"]
+    first_calls = [one[1][part] / one[0][part] for one in ((plain, packed), (plain8, packed8)) for part in FIRST_CALLS]
     prefill8 = f"in {cells.number(packed8['prefill x'], 2)} of"
     by_rows = {
         m: [row["weights only"] / row["bf16"] for row in stored("float8_linear_h200.json")["rows"] if row["M"] in m]
@@ -213,8 +213,7 @@ def claims() -> dict[str, list[str]]:
             f"{span(row['of bf16'] for row in emulated)} times",
             f"{span(compiling, 1)} times as long",
             f"{span(row['ratio'] for row in on_cpu)} of Inductor's time",
-            f"{span((first['decode x'], first['prefill x']))} times bf16's",
-            f"{span(packed8[part] / plain8[part] for part in FIRST_CALLS)} times with empty ones (`float8_block`)",
+            f"Llama-3-8B take {span(first_calls)} times bf16's",
             f"{cells.number(mlp['bf16']['first step s'], 1)} s in bf16, {first_steps} s",
             f"{span((row['saved MiB'] for row in emulated), 0)} MiB instead of {mlp['bf16']['saved MiB']:.0f}",
             f"{span(gpt_oss)} of bf16's time for up to 1024 tokens",

@@ -88,6 +88,7 @@ def test_a_function_gives_a_model_and_its_arguments(function, rows, tmp_path, mo
     (["factories:nothing"], "'factories:nothing': expected a model, got int"), (["folder"], "folder: "),
     (["json:__name__"], "'json:__name__': expected a function that returns a model, got an object of str"),
     (["factories:MODEL"], "'factories:MODEL': expected a function that returns a model, got an object of Linear"),
+    (["json:dumps"], "'json:dumps': expected a function without arguments: missing a required argument: 'obj'"),
     (["speech"], "WhisperModel takes 'input_features', whose size is unknown here: give a function"),
     (["pairs"], "CLIPModel takes texts and images, whose size is unknown here: give a function"),
     (["folder", "--gpu", "b20"], "unknown GPU 'b20'. Did you mean 'B200'?"),
