@@ -11,7 +11,15 @@ if "--launches" in sys.argv:  # before Triton is imported
 
 import torch
 
-from tests.fuzz import layers, models, random_products, weights, writes  # noqa: F401 (some register the kinds of steps)
+from tests.fuzz import (  # noqa: F401 (some register the kinds of steps)
+    layers,
+    models,
+    random_products,
+    random_quantisers,
+    simulated,
+    weights,
+    writes,
+)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
@@ -25,8 +33,9 @@ def main() -> int:
     warnings.simplefilter("ignore")  # of programs whose recipe leaves all alone, and of Dynamo
     if options.writes:
         return min(1, writes.search(options.seed, options.count))
-    if options.products:
-        return min(1, random_products.search(options.seed, options.count))
+    for wanted, kind in ((options.products, random_products), (options.quantisers, random_quantisers)):
+        if wanted:
+            return min(1, simulated.search(kind.wrong_with, options.seed, options.count))
     fuzzer = fuzzer_of(options)
     start, found = time.perf_counter(), 0
     for seed in options.seeds or range(options.seed, options.seed + options.count):
@@ -78,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--writes", action="store_true", help="sequences of writes to weights, whose packed forms must "
                         "never be older")  # fmt: skip
     parser.add_argument("--products", action="store_true", help="matmuls of random formats and sizes, in the simulator")
+    parser.add_argument("--quantisers", action="store_true", help="quantisers of random tensors, in the simulator")
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
     return parser
 

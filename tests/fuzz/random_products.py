@@ -7,8 +7,6 @@ bound. Sizes are mostly those that no tile or block divides.
 """
 
 import random
-import time
-from collections import Counter
 from dataclasses import replace
 
 from fp4compile.check.comparison import ENDS, GROUP_ROWS
@@ -22,6 +20,7 @@ from fp4compile.templates.choose import Choice, candidates, choose, to_time
 from fp4compile.templates.gemm import dequant_operand
 from fp4compile.templates.problem import Problem, problem_of
 from ptxsim import Schedule
+from tests.fuzz.simulated import target_and_schedule
 
 FAMILIES = (
     ("nvfp4", "nvfp4_one_level", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16"),
@@ -30,7 +29,6 @@ FAMILIES = (
     ("float8_1x128", "float8_128x128"),
     ("e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"),
 )
-CAPABILITIES = (80, 89, 90, 90, 90, 90, 100, 100, 103, 120)
 
 
 NATIVE = ("nvfp4", "nvfp4_one_level", "nvfp4_te", "mxfp8", "mxfp4")
@@ -48,7 +46,7 @@ def drawn(seed: int) -> tuple[MatmulCase, Target, Schedule]:
     n, k = rng.choice((8, 64)) * rng.randint(1, 40), rng.choice((1, 8, 16, 64, 64, 128)) * rng.randint(1, 30)
     n = n - rng.randint(0, 7) if rng.random() < 0.2 else n
     case = MatmulCase(a, b, m, min(n, 600), min(k, 2200), epilogue="bias" * (rng.random() < 0.3))
-    target = Target(rng.choice(CAPABILITIES), rng.choice((2, 132)))
+    target, schedule = target_and_schedule(rng)
     squares = any(name is not None and formats.get(name).square for name in (a, b))
     kind = rng.random()
     if kind < 0.15 and (a is None or not formats.get(a).square):
@@ -61,7 +59,7 @@ def drawn(seed: int) -> tuple[MatmulCase, Target, Schedule]:
         case = replace(case, batches=rng.choice((2, 3)), m=min(m, 100), epilogue="")
     elif kind < 0.5:
         case, target = _with_result(case, rng), Target(rng.choice((100, 103)), target.multiprocessors)
-    return case, target, Schedule(rng.randint(0, 99), failing_waits=rng.random() < 0.3)
+    return case, target, schedule
 
 
 def _with_result(case: MatmulCase, rng: random.Random) -> MatmulCase:
@@ -108,17 +106,3 @@ def wrong_with(seed: int) -> tuple[list[str], str, list[str]]:
         kernels.append(choice.kernel)
     what = f"{seed}: {case.formats} {case.label} on {target.sm}, {target.multiprocessors} multiprocessors"
     return wrong, what, kernels
-
-
-def search(first: int, count: int) -> int:
-    """Print what is wrong with the products of so many seeds; returns how many are wrong."""
-    start, found, ran = time.perf_counter(), 0, Counter[str]()
-    for seed in range(first, first + count):
-        wrong, what, kernels = wrong_with(seed)
-        ran.update(kernels)
-        found += bool(wrong)
-        if wrong:
-            print("=" * 100, what, *wrong, sep="\n", flush=True)
-    kernels = ", ".join(f"{times} {name}" for name, times in ran.most_common())
-    print(f"{count} products in {time.perf_counter() - start:.0f} s, {kernels}, {found} wrong")
-    return found
