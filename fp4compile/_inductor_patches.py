@@ -32,27 +32,29 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import post_grad
 from torch.fx import Graph, Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._ordered_set import OrderedSet
 
 
 @functools.cache
 def share_kernel_analysis() -> None:
-    """Make torch analyse the writes of this package's kernels once per signature, not for each launch.
+    """Tell torch what this package's kernels write, or make torch analyse it once per signature, not for each launch.
 
     Replaces `identify_mutated_tensors` (torch 2.11) or `identify_accessed_tensors` (torch 2.13), whichever there is, in
     `torch._higher_order_ops.triton_kernel_wrap`. Whenever torch traces or lowers the launch of a user-defined kernel,
-    it compiles the kernel to Triton's intermediate code and analyses that, some tenths of a second each time. A model
-    has hundreds of launches and few signatures: the arguments that a kernel of this package writes depend on its
-    constexpr arguments and on types, and on no number that a launch passes.
+    it compiles the kernel to Triton's intermediate code and analyses that, some tenths of a second each time. Kernels
+    that say what they write (`templates.writes`) are not compiled. Of the others a model has hundreds of launches and
+    few signatures: the arguments that a kernel of this package writes depend on its constexpr arguments and on types,
+    and on no number that a launch passes.
     """
     wrap = torch._higher_order_ops.triton_kernel_wrap
-    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
+    for name, of_names in (("identify_mutated_tensors", list), ("identify_accessed_tensors", _accesses)):
         identify = getattr(wrap, name, None)
         if identify is not None:
-            setattr(wrap, name, _shared(identify))
+            setattr(wrap, name, _shared(identify, of_names))
 
 
-def _shared(identify: Callable) -> Callable:
-    """`identify` with its results cached for this package's kernels."""
+def _shared(identify: Callable, of_names: Callable) -> Callable:
+    """`identify` with its results cached for this package's kernels. of_names: the result for declared arguments."""
     found: dict[tuple, Any] = {}
 
     @functools.wraps(identify)
@@ -62,6 +64,9 @@ def _shared(identify: Callable) -> Callable:
         function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
         if not _is_ours(function):
             return identify(kernel, kwargs, tma_descriptor_metadata)
+        if hasattr(function, "written"):
+            written = function.written(arguments)
+            return of_names([name for name in function.arg_names if name in written])
         constants = {parameter.name for parameter in function.params if parameter.is_constexpr}
         types = [(name, _signature(value, name in constants)) for name, value in arguments.items()]
         key = (function, tuple(types))
@@ -70,6 +75,19 @@ def _shared(identify: Callable) -> Callable:
         return copy.copy(found[key])
 
     return shared
+
+
+def _accesses(names: list[str]) -> Any:
+    """The result of `identify_accessed_tensors` of a kernel that writes these arguments.
+
+    It takes no epilogue of Inductor. Which arguments a kernel reads, Inductor asks nowhere.
+    """
+    from torch._inductor.dependencies import ReadWrites, StarDep
+
+    writes = OrderedSet(map(StarDep, names))
+    return torch._higher_order_ops.triton_kernel_wrap.TensorAccesses(
+        ReadWrites(reads=OrderedSet(), writes=writes, index_exprs=OrderedSet()), can_fuse_epilogue=False
+    )
 
 
 def _signature(value: Any, constant: bool) -> tuple:

@@ -19,6 +19,7 @@ from fp4compile import _inductor_patches
 from fp4compile.analysis.find import Input
 from fp4compile.analysis.plan import NO_POWERS_OF_TWO
 from fp4compile.check.products import PRODUCTS as PRODUCTS_OF_GATE
+from fp4compile.check.products import MatmulCase
 from fp4compile.check.quantisers import GATE, RMS_NORM, Configuration
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
@@ -302,6 +303,39 @@ def test_swept_weights_are_lowered_to_the_sweep():
     for sm, tier, swizzled in ((90, "emulated", False), (100, "native", True)):
         found, launches = launched_on(sm, "swept")
         assert found == tier and ("sweep_scales", swizzled) in launches
+
+
+def analysed(kernel, arguments, constants):
+    """What torch finds that a kernel writes, whatever the kernel says; names of arguments."""
+    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
+        identify = getattr(triton_kernel_wrap, name, None)
+        if identify is not None:
+            found = getattr(identify, "__wrapped__", identify)(kernel, arguments | constants, {})
+    return set(found) if isinstance(found, list) else {dependency.name for dependency in found.read_writes.writes}
+
+
+def test_kernels_write_what_they_say(monkeypatch):
+    """By launches of the table of `check`, on each GPU, of each epilogue, number of weights and use of groups."""
+    said = set()
+    few = [MatmulCase(a, "float8_128x128", 32, kernel="float8_" + kind) for a, kind in (
+        ("float8_1x128", "tiles"), (None, "weight_tiles"),
+    )]  # fmt: skip
+    for sm in (80, 90, 100, 120):
+        monkeypatch.setattr(driver, "_active", NoGpu(sm))
+        made = [launch for product in (*PRODUCTS_OF_GATE, *few) for launch in product.launches(sm)[1]]
+        for launch in [*made, *(launches() if sm == 90 else ())]:
+            kernel, constants = launch.kernel, launch.constants
+            traits = [constants.get(name) for name in ("EPILOGUE", "GROUP_SIZE", "COUNT", "GROUPS", "A_CODES", "SCALE")]
+            key = kernel.__name__, str(traits), sm
+            if hasattr(kernel, "written") and key not in said:
+                dtypes = dtypes_of(launch)
+                arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
+                assert kernel.written(constants) == analysed(kernel, arguments, constants), key
+                said.add(key)
+    assert {name for name, *_ in said} == {
+        "gemv", "gemm_skinny", "gemm_skinny_block_scaled_sm100", "gemm_wgmma_sm90", "split_k_reduction",
+        "gemm_dequant_tiles", "gemm_float8_tiles", "swizzle_a_sm90", "swizzle_codes_sm90",
+    }  # fmt: skip
 
 
 def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):

@@ -39,6 +39,7 @@ from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.split_k import reduce_split_k
 from fp4compile.templates.launch import LaunchConfig, launch
 from fp4compile.templates.problem import Problem
+from fp4compile.templates.writes import writes
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,7 @@ def _columns_of(length, units, ELEMENT: tl.constexpr, PADDED: tl.constexpr):
         return units
 
 
+@writes("out_ptr")
 @triton.jit
 def gemm_dequant_tiles(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, offs_ptr, out_ptr,

@@ -32,6 +32,7 @@ from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.split_k import reduce_split_k
 from fp4compile.templates.launch import LaunchConfig, launch
 from fp4compile.templates.problem import Problem
+from fp4compile.templates.writes import writes
 
 FEW_ROWS = 64
 # Beside A in 16 bits. 256 rows and B of 8192 x 8192 in blocks take 83 microseconds on an H200, 98 if B is dequantised
@@ -169,6 +170,7 @@ def _elements(ptr, row, step, rows, width, ELEMENT: tl.constexpr):
     return tl.load(ptr + row.to(tl.int64)[:, None] * width + at, mask=(row[:, None] < rows) & (at < width), other=0.0)
 
 
+@writes("out_ptr")
 @triton.jit
 def gemm_float8_tiles(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,

@@ -53,6 +53,7 @@ from fp4compile.templates.gemm.gemv_pipeline import (
 from fp4compile.templates.gemm.horizontal import launch_group
 from fp4compile.templates.launch import LaunchConfig
 from fp4compile.templates.problem import Problem
+from fp4compile.templates.writes import of_several, writes
 
 
 @triton.constexpr_function
@@ -201,6 +202,7 @@ def _store_sums(at, c, factors, token, lane, ROWS: tl.constexpr):
     return do_ptx(_store_sums_ptx(ROWS), "f,f,f,f,f,f,r,r,r", c + (factors[0], factors[ROWS - 1], at, lane % 4, token))
 
 
+@writes("out_ptr", **of_several())
 @triton.jit
 def gemv(
     a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,

@@ -45,6 +45,7 @@ from fp4compile.templates.gemm.horizontal import in_common
 from fp4compile.templates.gemm.split_k import reduce_split_k
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
+from fp4compile.templates.writes import of_several, writes
 
 _TILE = tl.constexpr(128)  # rows of B, and of A with its padding
 
@@ -56,6 +57,7 @@ def first_half(x):
     return first
 
 
+@writes("out_ptr", **of_several())
 @triton.jit
 def gemm_skinny_block_scaled_sm100(
     a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, out_ptr,

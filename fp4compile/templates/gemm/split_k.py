@@ -9,8 +9,10 @@ from fp4compile.templates.device.apply_epilogue import epilogue, rescale, store_
 from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.launch import launch
+from fp4compile.templates.writes import writes
 
 
+@writes("out_ptr")
 @triton.jit
 def split_k_reduction(
     sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, batches, m, n,

@@ -28,6 +28,7 @@ from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
+from fp4compile.templates.writes import writes
 
 aten = torch.ops.aten
 
@@ -126,6 +127,7 @@ def _place(swizzled_a_ptr, m, rows, a_matrices, matrices):
     return row, matrix * 4 + block, lane // 4 % 2, stores
 
 
+@writes("swizzled_a_ptr")
 @triton.jit
 def swizzle_a_sm90(
     a_ptr, index_ptr, b_ptr, b_scales_ptr, offs_ptr, swizzled_a_ptr, a_rows, m, rows, a_matrices, matrices,
@@ -161,6 +163,7 @@ def swizzle_a_sm90(
     keep(token, swizzled_a_ptr, m)
 
 
+@writes("swizzled_a_ptr")
 @triton.jit
 def swizzle_codes_sm90(
     a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, offs_ptr, swizzled_a_ptr, m, rows, blocks, per_row, matrices,

@@ -73,6 +73,7 @@ from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, wgmma_config
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
+from fp4compile.templates.writes import writes
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
 # How many stages before its use the copy of a stage of A starts.
@@ -482,6 +483,7 @@ def _multiply_tile(
                    B_SCALES, BIAS, EPILOGUE, COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
 
 
+@writes("out_ptr")
 @triton.jit
 def gemm_wgmma_sm90(
     swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
