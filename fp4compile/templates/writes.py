@@ -3,22 +3,40 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+Condition = Callable[[Mapping[str, Any]], bool]
 
-def writes(*always: str, **where: Callable[[Mapping[str, Any]], bool]) -> Callable[[Any], Any]:
+
+def writes(*always: str, **where: Condition) -> Callable[[Any], Any]:
     """A decorator of a Triton kernel that says which tensors the kernel writes, as its attribute `written`.
 
-    always: names of arguments. where: conditions of further arguments, functions of the kernel's constexpr arguments by
-    name. An argument that a launch does not use must not be among them: the launch passes another tensor in its place,
-    which torch would take for written. Tests compare each declaration with what torch finds.
+    always: names of arguments. where: conditions of further arguments, functions of the kernel's arguments by name,
+    constexpr ones among them. An argument that a launch does not use must not be among them: the launch passes another
+    tensor in its place, which torch would take for written. Tests compare each declaration with what torch finds.
     """
 
     def declared(kernel: Any) -> Any:
-        kernel.written = lambda constants: {*always, *(name for name, holds in where.items() if holds(constants))}
+        kernel.written = lambda arguments: {*always, *(name for name, holds in where.items() if holds(arguments))}
         return kernel
 
     return declared
 
 
-def of_several() -> dict[str, Callable[[Mapping[str, Any]], bool]]:
+def of_several() -> dict[str, Condition]:
     """The conditions of the results of the second and the third matmul of a launch: that it has as many."""
-    return {f"out_{i}_ptr": (lambda constants, i=i: constants["GROUP_SIZE"] > i) for i in (1, 2)}
+    return {f"out_{i}_ptr": (lambda arguments, i=i: arguments["GROUP_SIZE"] > i) for i in (1, 2)}
+
+
+def of_stored() -> dict[str, Condition]:
+    """The conditions of the results of a prologue that a kernel stores: that there are as many."""
+    return {name: (lambda arguments, name=name: arguments.get(name) is not None)
+            for name in (f"stored_{i}_ptr" for i in (1, 2, 3))}  # fmt: skip
+
+
+def of_scales(data: str = "data_ptr") -> Condition:
+    """The condition of block scales: the format has some, and `data` gets codes and not dequantised values."""
+    return lambda arguments: arguments["SCALE"] != "none" and not arguments[data].dtype.is_floating_point
+
+
+def of_outer(arguments: Mapping[str, Any]) -> bool:
+    """The condition of global and row scales: the kernel makes them of amaxes."""
+    return arguments["OUTER"].endswith(("amax", "find"))

@@ -20,7 +20,7 @@ from fp4compile.analysis.find import Input
 from fp4compile.analysis.plan import NO_POWERS_OF_TWO
 from fp4compile.check.products import PRODUCTS as PRODUCTS_OF_GATE
 from fp4compile.check.products import MatmulCase
-from fp4compile.check.quantisers import GATE, RMS_NORM, Configuration
+from fp4compile.check.quantisers import ALL_CONFIGURATIONS, GATE, MORE_CONFIGURATIONS, RMS_NORM, Configuration
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
@@ -314,8 +314,13 @@ def analysed(kernel, arguments, constants):
     return set(found) if isinstance(found, list) else {dependency.name for dependency in found.read_writes.writes}
 
 
+# Constants that may decide what a kernel writes.
+TRAITS = ("EPILOGUE", "GROUP_SIZE", "COUNT", "GROUPS", "A_CODES", "SCALE", "OUTER", "AMAX", "OF",
+          "PARTIAL", "SWIZZLED")  # fmt: skip
+
+
 def test_kernels_write_what_they_say(monkeypatch):
-    """By launches of the table of `check`, on each GPU, of each epilogue, number of weights and use of groups."""
+    """By launches of the tables of `check`, and values in the place of codes; of each trait."""
     said = set()
     few = [MatmulCase(a, "float8_128x128", 32, kernel="float8_" + kind) for a, kind in (
         ("float8_1x128", "tiles"), (None, "weight_tiles"),
@@ -323,18 +328,22 @@ def test_kernels_write_what_they_say(monkeypatch):
     for sm in (80, 90, 100, 120):
         monkeypatch.setattr(driver, "_active", NoGpu(sm))
         made = [launch for product in (*PRODUCTS_OF_GATE, *few) for launch in product.launches(sm)[1]]
+        if sm in (90, 100):
+            made += [launch for one in (*ALL_CONFIGURATIONS, *MORE_CONFIGURATIONS) for launch in one.launches(sm)]
         for launch in [*made, *(launches() if sm == 90 else ())]:
-            kernel, constants = launch.kernel, launch.constants
-            traits = [constants.get(name) for name in ("EPILOGUE", "GROUP_SIZE", "COUNT", "GROUPS", "A_CODES", "SCALE")]
-            key = kernel.__name__, str(traits), sm
-            if hasattr(kernel, "written") and key not in said:
-                dtypes = dtypes_of(launch)
+            kernel, dtypes = launch.kernel, dtypes_of(launch)
+            traits = [str(launch.constants.get(name)) for name in TRAITS]
+            absent = tuple(name for name, value in launch.args.items() if value is None)
+            key = kernel.__name__, str(traits), absent, str(dtypes.get("data_ptr")), str(dtypes.get("columns_ptr"))
+            if hasattr(kernel, "written") and (sm if kernel.__name__.startswith("gem") else 0, *key) not in said:
                 arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
-                assert kernel.written(constants) == analysed(kernel, arguments, constants), key
-                said.add(key)
-    assert {name for name, *_ in said} == {
-        "gemv", "gemm_skinny", "gemm_skinny_block_scaled_sm100", "gemm_wgmma_sm90", "split_k_reduction",
-        "gemm_dequant_tiles", "gemm_float8_tiles", "swizzle_a_sm90", "swizzle_codes_sm90",
+                found = analysed(kernel, arguments, launch.constants)
+                assert kernel.written(arguments | launch.constants) == found, key
+                said.add((sm if kernel.__name__.startswith("gem") else 0, *key))
+    assert {name for _, name, *_ in said} == {
+        "gemv", "gemm_skinny", "gemm_skinny_block_scaled_sm100", "gemm_wgmma_sm90", "split_k_reduction", "gemm_grouped",
+        "gemm_dequant_tiles", "gemm_float8_tiles", "swizzle_a_sm90", "swizzle_codes_sm90", "lay_out_scales",
+        "tensor_amax", "columns_amax", "row_statistics", "quantize_rows", "quantize_whole_rows", "quantize_both",
     }  # fmt: skip
 
 
@@ -437,7 +446,7 @@ def test_a_signature_is_analysed_once(monkeypatch):
     def written(rows, dtype=torch.bfloat16):
         x = torch.empty(rows, 512, dtype=dtype, device="meta")
         with dry_run(Target(90)) as found:
-            quantize(x, formats.get("mxfp8"), layout="swizzled")
+            quantize(x, formats.get("mxfp8"), dim=-2, layout="swizzled")
         (launch,) = found
         arguments = {k: torch.empty(2, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
                      for k, v in launch.args.items()}  # fmt: skip
@@ -446,6 +455,6 @@ def test_a_signature_is_analysed_once(monkeypatch):
         kernel = kernel_side_table.add_kernel(tuned)
         return len(made), sorted(get_mutated_tensors(kernel, constants, arguments, {}))
 
-    (_, first), (one, again), (still_one, more_rows) = written(64), written(64), written(128)
-    assert first == again == more_rows == ["data_ptr", "scales_ptr"] and (one, still_one) == (1, 1)
-    assert written(64, torch.float32) == (1, first) and len(made) == 2  # another dtype
+    (_, first), (one, again), (still_one, more_rows) = written(1024), written(1024), written(2048)
+    assert first == again == more_rows == ["column_scales_ptr", "columns_ptr"] and (one, still_one) == (1, 1)
+    assert written(1024, torch.float32) == (1, first) and len(made) == 2  # another dtype

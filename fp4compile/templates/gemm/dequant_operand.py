@@ -39,6 +39,7 @@ from fp4compile.templates.gemm.split_k import reduce_split_k
 from fp4compile.templates.launch import LaunchConfig, launch
 from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
+from fp4compile.templates.writes import writes
 
 # Rows of A from which on this is faster than `dequant_tiles`. On an H200 with N = K = 8192, 128 rows take 90 us by the
 # library and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us. `wgmma_sm90` is faster than
@@ -91,6 +92,7 @@ def grouped_dot_config(p: Problem) -> GroupedDotConfig:
     return GroupedDotConfig(128, 256, 64, stages=4, parts=8, num_warps=8)
 
 
+@writes("out_ptr")
 @triton.jit
 def gemm_grouped(
     a_ptr, a_outer_ptr, b_ptr, b_outer_ptr, offs_ptr, out_ptr, rows, m, n, k, a_row, b_row,

@@ -124,7 +124,7 @@ def experts_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
     return SkinnyConfig(rows, 2, 4, 1, 1 if rows == SKINNY_ROWS else 2, 4 * p.target.multiprocessors)
 
 
-@writes("out_ptr", **of_several(), table_ptr=lambda constants: constants["COUNT"] > 0)
+@writes("out_ptr", **of_several(), table_ptr=lambda arguments: arguments["COUNT"] > 0)
 @triton.jit
 def gemm_skinny(
     a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,

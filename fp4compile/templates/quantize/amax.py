@@ -24,6 +24,7 @@ from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import Outer, row_tiles, whole_tiles
 from fp4compile.templates.quantize.source import Source
 from fp4compile.templates.view import View
+from fp4compile.templates.writes import of_stored, writes
 
 # The most elements of a flat tensor whose amax is left as partial maxima, one per program. A program stores its maximum
 # without an atomic, so that nothing has to be set to 0 first.
@@ -210,6 +211,7 @@ def amax_of_columns(
     return found, (launch,)
 
 
+@writes("amax_ptr", **of_stored())
 @triton.jit
 def tensor_amax(
     x_ptr, offs_ptr, amax_ptr, rows, cols, x_batch, x_row,
@@ -263,6 +265,7 @@ def tensor_amax(
         tl.atomic_max(amax_ptr, tl.max(bits, 0), sem="relaxed")
 
 
+@writes("amax_ptr")
 @triton.jit
 def columns_amax(
     x_ptr, offs_ptr, amax_ptr, rows, cols, x_batch, x_row,

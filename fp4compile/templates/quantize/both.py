@@ -41,6 +41,7 @@ from fp4compile.templates.quantize.outputs import (
     whole_tiles,
 )
 from fp4compile.templates.quantize.source import Source
+from fp4compile.templates.writes import of_scales, writes
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ def encode_turn(
     return scale_pairs, column_runs
 
 
+@writes("data_ptr", "columns_ptr", scales_ptr=of_scales(), column_scales_ptr=of_scales("columns_ptr"))
 @triton.jit
 def quantize_both(
     x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, rows, cols, x_batch, x_row,

@@ -21,6 +21,7 @@ from fp4compile.templates.device.memory import store_scales, tile_of, tiles_alon
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.source import power_of_two
 from fp4compile.templates.view import Size
+from fp4compile.templates.writes import writes
 
 # Block columns of a program. A program of groups first finds its group, which takes longer than few columns.
 _BLOCKS = 32
@@ -62,6 +63,7 @@ def _launch(
     return out
 
 
+@writes("out_ptr")
 @triton.jit
 def lay_out_scales(
     scales_ptr, offs_ptr, out_ptr, rows, blocks,

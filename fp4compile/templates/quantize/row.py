@@ -46,6 +46,7 @@ from fp4compile.templates.quantize.outputs import (
 )
 from fp4compile.templates.quantize.source import Source
 from fp4compile.templates.view import View
+from fp4compile.templates.writes import of_outer, of_scales, of_stored, writes
 
 # The launch configurations were measured on an H200 at 8192 x 8192 bf16 (benchmarks/quantize.py).
 
@@ -255,6 +256,7 @@ def encode_and_store_codes(
     return byte
 
 
+@writes("data_ptr", scales_ptr=of_scales(), outer_ptr=of_outer, **of_stored())
 @triton.jit
 def quantize_rows(
     x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,

@@ -27,6 +27,7 @@ from fp4compile.templates.quantize.outputs import Outer, Output, format_constant
 from fp4compile.templates.quantize.row import RowConfig, encode_and_store, seed_pointer
 from fp4compile.templates.quantize.source import Source, matrices_view, one_matrix
 from fp4compile.templates.view import View
+from fp4compile.templates.writes import of_outer, of_scales, of_stored, writes
 
 # The longest row, in elements, that one program holds in its registers.
 MAX_ROW_ON_CHIP = 32768
@@ -232,6 +233,7 @@ def of_rows(outer, ISA: tl.constexpr):
     return tl.max(outer, 0) if ISA >= 100 and outer.shape[0] == 1 else outer[:, None]
 
 
+@writes("data_ptr", scales_ptr=of_scales(), outer_ptr=of_outer, **of_stored())
 @triton.jit
 def quantize_whole_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
@@ -299,6 +301,7 @@ def quantize_whole_rows(
                      STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
 
+@writes(amax_ptr=lambda arguments: arguments["AMAX"], **of_stored())
 @triton.jit
 def row_statistics(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
