@@ -433,7 +433,7 @@ def test_an_op_stays_where_an_input_counts_as_written(monkeypatch):
     assert [node.target for node in graph.nodes if node.op == "call_function"][-1] is op.default
 
 
-def test_a_signature_is_analysed_once(monkeypatch):
+def test_a_signature_is_analysed_once_or_never(monkeypatch):
     made = []
     to_functions = triton_kernel_wrap.ttir_to_functions
     monkeypatch.setattr(triton_kernel_wrap, "ttir_to_functions", lambda ttir: made.append(ttir) or to_functions(ttir))
@@ -443,10 +443,10 @@ def test_a_signature_is_analysed_once(monkeypatch):
         monkeypatch.setattr(triton_kernel_wrap, name, getattr(original, "__wrapped__", original), raising=False)
     _inductor_patches.share_kernel_analysis.__wrapped__()
 
-    def written(rows, dtype=torch.bfloat16):
+    def written(rows, dtype=torch.bfloat16, dim=-2):
         x = torch.empty(rows, 512, dtype=dtype, device="meta")
         with dry_run(Target(90)) as found:
-            quantize(x, formats.get("mxfp8"), dim=-2, layout="swizzled")
+            quantize(x, formats.get("mxfp8"), dim=dim, layout="swizzled")
         (launch,) = found
         arguments = {k: torch.empty(2, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
                      for k, v in launch.args.items()}  # fmt: skip
@@ -458,3 +458,4 @@ def test_a_signature_is_analysed_once(monkeypatch):
     (_, first), (one, again), (still_one, more_rows) = written(1024), written(1024), written(2048)
     assert first == again == more_rows == ["column_scales_ptr", "columns_ptr"] and (one, still_one) == (1, 1)
     assert written(1024, torch.float32) == (1, first) and len(made) == 2  # another dtype
+    assert written(1024, dim=-1) == (2, ["data_ptr", "scales_ptr"]) and len(made) == 2  # which the kernel says
