@@ -38,7 +38,7 @@ def drawn(seed: int) -> tuple[Configuration, tuple[int, int], Target, Schedule]:
         one = replace(one, dtype=rng.choice(DTYPES))
     if one.block_format.block is not None and not (one.values or one.steps or one.lays_out):
         one = replace(one, layout=rng.choice(("linear", "swizzled")))
-    if one.block_format.outer == "tensor" and rng.random() < 0.3 and not one.steps and not one.groups:
+    if one.block_format.outer == "tensor" and rng.random() < 0.3 and not (one.steps or one.groups or one.hadamard):
         one = replace(one, static=True)
     return one, (rows, min(cols, 2500, max(256, 2**16 // rows))), target, schedule
 
