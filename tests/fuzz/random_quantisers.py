@@ -34,7 +34,7 @@ def drawn(seed: int) -> tuple[Configuration, tuple[int, int], Target, Schedule]:
     rows = rng.choice((1, 2, rng.randint(3, 40), rng.randint(41, 300), 128 * rng.randint(1, 2)))
     cols = rng.choice((1, 2, 8, 16, 32, 128)) * rng.randint(1, 40)
     target, schedule = target_and_schedule(rng)
-    if not one.steps:
+    if not (one.steps or one.values):
         one = replace(one, dtype=rng.choice(DTYPES))
     if one.block_format.block is not None and not (one.values or one.steps or one.lays_out):
         one = replace(one, layout=rng.choice(("linear", "swizzled")))
