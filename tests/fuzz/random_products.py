@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from fp4compile.check.comparison import ENDS, GROUP_ROWS
 from fp4compile.check.products import MatmulCase, differences, exact_arguments
-from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import AMAX
 from fp4compile.formats.layouts import ceil_div
@@ -20,7 +19,7 @@ from fp4compile.templates.choose import Choice, candidates, choose, to_time
 from fp4compile.templates.gemm import dequant_operand
 from fp4compile.templates.problem import Problem, problem_of
 from ptxsim import Schedule
-from tests.fuzz.simulated import target_and_schedule
+from tests.fuzz.simulated import WatchingSimulator, target_and_schedule
 
 FAMILIES = (
     ("nvfp4", "nvfp4_one_level", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16"),
@@ -97,7 +96,7 @@ def wrong_with(seed: int) -> tuple[list[str], str, list[str]]:
     x = exact_arguments(case)
     wrong, kernels = [], []
     for choice in chosen(case, problem_of(x, target), random.Random(seed)):
-        simulator = LaunchSimulator(target, schedule)
+        simulator = WatchingSimulator(target, schedule)
         try:
             found = differences(case, x, choice, simulator)
         except Exception as error:

@@ -18,10 +18,9 @@ from fp4compile.check.quantisers import (
     quantized,
     quantized_after_steps,
 )
-from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.hardware import Target
 from ptxsim import Schedule
-from tests.fuzz.simulated import target_and_schedule
+from tests.fuzz.simulated import WatchingSimulator, target_and_schedule
 
 CONFIGURATIONS = tuple(one for one in (*ALL_CONFIGURATIONS, *MORE_CONFIGURATIONS) if one.shape[1] <= SIZE)
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
@@ -46,7 +45,7 @@ def drawn(seed: int) -> tuple[Configuration, tuple[int, int], Target, Schedule]:
 def wrong_with(seed: int) -> tuple[list[str], str, list[str]]:
     """What is wrong with the call of a seed, its description, and the kernels that computed it."""
     one, shape, target, schedule = drawn(seed)
-    simulator = LaunchSimulator(target, schedule)
+    simulator = WatchingSimulator(target, schedule)
     try:
         wrong = (quantized_after_steps if one.steps else quantized)(one, shape, simulator)
     except Exception as error:

@@ -20,3 +20,8 @@ def test_a_planted_fault_is_found(monkeypatch):
     monkeypatch.setattr(row, "padded_scale_shape", lambda rows, blocks, layout: (rows, blocks))
     wrong, what, kernels = wrong_with(32)
     assert kernels == ["quantize_rows"] and "swizzled" in what and wrong
+
+
+def test_a_kernel_that_does_not_say_what_it_writes_is_found(monkeypatch):
+    monkeypatch.setattr(row.quantize_rows, "written", lambda arguments: {"scales_ptr"})
+    assert any("quantize_rows writes data_ptr" in one for one in wrong_with(32)[0])
