@@ -41,10 +41,10 @@ def share_kernel_analysis() -> None:
 
     Replaces `identify_mutated_tensors` (torch 2.11) or `identify_accessed_tensors` (torch 2.13), whichever there is, in
     `torch._higher_order_ops.triton_kernel_wrap`. Whenever torch traces or lowers the launch of a user-defined kernel,
-    it compiles the kernel to Triton's intermediate code and analyses that, some tenths of a second each time. Kernels
-    that say what they write (`templates.writes`) are not compiled. Of the others a model has hundreds of launches and
-    few signatures: the arguments that a kernel of this package writes depend on its constexpr arguments and on types,
-    and on no number that a launch passes.
+    it compiles the kernel to Triton's intermediate code and analyses that, some tenths of a second each time. Torch
+    compiles no kernel that says what it writes (`templates.writes`). A model launches the other kernels hundreds of
+    times, with few signatures: the arguments that a kernel of this package writes depend on its constexpr arguments and
+    on types, and on no number that a launch passes.
     """
     wrap = torch._higher_order_ops.triton_kernel_wrap
     for name, of_names in (("identify_mutated_tensors", list), ("identify_accessed_tensors", _accesses)):
@@ -80,7 +80,7 @@ def _shared(identify: Callable, of_names: Callable) -> Callable:
 def _accesses(names: list[str]) -> Any:
     """The result of `identify_accessed_tensors` of a kernel that writes these arguments.
 
-    It takes no epilogue of Inductor. Which arguments a kernel reads, Inductor asks nowhere.
+    Inductor must fuse no epilogue into the kernel, and never asks which arguments a kernel reads.
     """
     from torch._inductor.dependencies import ReadWrites, StarDep
 

@@ -22,12 +22,12 @@ def writes(*always: str, **where: Condition) -> Callable[[Any], Any]:
 
 
 def of_several() -> dict[str, Condition]:
-    """The conditions of the results of the second and the third matmul of a launch: that it has as many."""
+    """The conditions of `out_1_ptr` and `out_2_ptr`: the launch has a second matmul, or a third one."""
     return {f"out_{i}_ptr": (lambda arguments, i=i: arguments["GROUP_SIZE"] > i) for i in (1, 2)}
 
 
 def of_stored() -> dict[str, Condition]:
-    """The conditions of the results of a prologue that a kernel stores: that there are as many."""
+    """The conditions of `stored_1_ptr` to `stored_3_ptr`, for stored results of a prologue: the launch has a tensor."""
     return {name: (lambda arguments, name=name: arguments.get(name) is not None)
             for name in (f"stored_{i}_ptr" for i in (1, 2, 3))}  # fmt: skip
 

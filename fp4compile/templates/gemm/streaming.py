@@ -4,10 +4,11 @@
 `skinny` with two rows, of which one is empty (H200: 4096 x 4096 5.2 and 5.7 us, 14336 x 4096 12.7 and 14.9 us).
 
 On SM90 `wgmma_sm90` takes experts with more than four tokens on average, since `skinny` computes a second tile of a
-matrix from nine tokens on; and with K below 1024, where the warps of `skinny`, which share K, have a step or two, those
-with more than one. MXFP4 on an H200, `skinny` and `wgmma_sm90`: gpt-oss' 5760 x 2880, two tokens 108 and 110 us, four
-120 and 116, eight 168 and 127; Qwen3-30B's 1536 x 2048, two 79 and 77, four 87 and 84, eight 118 and 92, and its
-2048 x 768, two 58 and 47, four 67 and 52. NVFP4, gpt-oss: two 104 and 124, four 116 and 123.
+matrix from nine tokens on. Where K is below 1024, `wgmma_sm90` takes experts with more than one token on average: the
+warps of `skinny` share K, and have a step or two each. MXFP4 on an H200, `skinny` and `wgmma_sm90`: gpt-oss' 5760 x
+2880, two tokens 108 and 110 us, four 120 and 116, eight 168 and 127; Qwen3-30B's 1536 x 2048, two 79 and 77, four 87
+and 84, eight 118 and 92, and its 2048 x 768, two 58 and 47, four 67 and 52. NVFP4, gpt-oss: two 104 and 124, four 116
+and 123.
 """
 
 from collections.abc import Sequence

@@ -77,6 +77,7 @@ def _tile(p: Problem) -> WgmmaConfig:
     enough. An epilogue takes registers, which 16 warps do not have.
     """
     rows = 16 if statically_true(p.m <= 16) else 32 if statically_true(p.m <= 32) else 64
+    # The programs for each multiprocessor, and the parts of K, at most.
     few, room, most = WgmmaConfig(rows, warps=8, parts=1, stages=3, steps_per_stage=2), 1, 8
     if statically_true(p.n <= 2048):
         few = replace(few, warps=4, steps_per_stage=1)
@@ -94,11 +95,11 @@ def _tile(p: Problem) -> WgmmaConfig:
 
 # Tiles of more than 64 rows of A, by eight warps: rows, parts, stages, buffers, and the microseconds of a step of 128
 # elements along K on an H200. The times were fitted, with the next two lines, to 2592 timed launches (96 to 2048 rows,
-# six shapes of Llama-3), off by 3 % on average, and those of 96 and 128 rows then raised by up to 4 % to choose best;
-# those of 72 and 80 rows are of three launches. Of 27 timed tiles the chosen ones take 0.5 % more time than the
-# fastest, 4 % in the worst case. More rows of A need fewer bytes from shared memory for each matrix instruction: with
-# 256 rows the matrix units are busy for 95 % of a program's time. Two parts make tiles of twice the size, which pays
-# where one part would leave half of the last round of programs empty.
+# six shapes of Llama-3), off by 3 % on average. The times of 96 and 128 rows were then raised by up to 4 %, so that the
+# choices are best; the times of 72 and 80 rows were fitted to three launches. The chosen tiles take 0.5 % more time
+# than the fastest of 27 timed tiles, 4 % in the worst case. More rows of A need fewer bytes from shared memory for each
+# matrix instruction: with 256 rows the matrix units are busy for 95 % of a program's time. Two parts make tiles of
+# twice the size, which pays where one part would leave half of the last round of programs empty.
 LARGE_TILES = (
     (72, 1, 3, 3, 0.62), (80, 1, 3, 3, 0.63), (96, 1, 3, 3, 0.642), (128, 1, 2, 4, 0.832), (160, 1, 2, 4, 0.888),
     (192, 1, 2, 4, 1.024), (224, 1, 3, 3, 1.187), (256, 1, 2, 3, 1.352), (128, 2, 3, 4, 1.473),
@@ -133,8 +134,8 @@ def _large_tile(p: Problem) -> WgmmaConfig:
 # of narrower ones, and the microseconds of a step of 128 elements along K. They have two stages of a step, and three
 # buffers: with more, fewer programs share a multiprocessor. Least squares of 56 to 144 launches each on an H200, with
 # `swizzle_a_sm90`, off by 3 to 6 % on average, then changed by up to 3 % to choose best: NVFP4 and MXFP4 experts of
-# gpt-oss-20b and Qwen3-30B, 2 to 256 rows a group. Of 20 timed tiles the chosen ones take 0.9 % more time than the
-# fastest, 8 % in the worst case.
+# gpt-oss-20b and Qwen3-30B, 2 to 256 rows a group. The chosen tiles take 0.9 % more time than the fastest of 20 timed
+# tiles, 8 % in the worst case.
 GROUPED_TILES = tuple(
     (WgmmaConfig(max(steps), warps, 1, 2, 1, 1, 8, 3, *sorted(steps, reverse=True)[1:]), turn, steps)
     for warps, turn, steps in (
