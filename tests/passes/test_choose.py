@@ -102,9 +102,11 @@ def test_experts_of_mxfp4_are_streamed_where_their_scales_begin_at_words(n, k, a
 @pytest.mark.parametrize(("groups", "each", "k", "kernel"), [
     (512, 4, 1024, "streaming"), (512, 5, 1024, "wgmma_sm90"), (513, 8, 512, "streaming"),
     (512, 1, 960, "streaming"), (512, 2, 960, "wgmma_sm90"),
+    (33, 8, 1024, "streaming"), (33, 9, 1024, "wgmma_sm90"), (34, 8, 1024, "wgmma_sm90"), (33, 2, 960, "wgmma_sm90"),
 ])  # fmt: skip
 def test_experts_are_streamed_up_to_some_tokens_each(groups, each, k, kernel):
-    """Four on average, or one where K is short; eight where there are more experts than `wgmma_sm90` takes."""
+    """Four on average, or one where K is short; eight where `wgmma_sm90` does not take so many experts, or has two
+    programs for each of 132 multiprocessors: 33 experts of 512 rows."""
     spec = ProductSpec(operand_spec(None, False), operand_spec("nvfp4", False), BF16, Grouping.RAGGED_ROWS)
     assert choose(Problem(spec, groups * each, 512, k, Target(90), groups=groups)).kernel == kernel
 

@@ -8,7 +8,8 @@ matrix from nine tokens on. Where K is below 1024, `wgmma_sm90` takes experts wi
 warps of `skinny` share K, and have a step or two each. MXFP4 on an H200, `skinny` and `wgmma_sm90`: gpt-oss' 5760 x
 2880, two tokens 108 and 110 us, four 120 and 116, eight 168 and 127; Qwen3-30B's 1536 x 2048, two 79 and 77, four 87
 and 84, eight 118 and 92, and its 2048 x 768, two 58 and 47, four 67 and 52. NVFP4, gpt-oss: two 104 and 124, four 116
-and 123.
+and 123. Where `wgmma_sm90` has at most two programs a multiprocessor, it does not fill the GPU, and `skinny` takes
+experts with up to eight tokens on average: 8 experts of 2048 x 7168, eight tokens each, 28 and 53 us.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from fp4compile._compat import statically_true
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.gemm import gemv, skinny
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
@@ -62,14 +64,19 @@ def _serves_fp8(p: Problem) -> bool:
     return weights and whole and statically_true(p.m <= skinny.SKINNY_ROWS)
 
 
-EXPERT_ROWS = 4  # average rows of a group up to which `skinny` serves groups that `wgmma_sm90` could serve
-
-
 def _serves(p: Problem) -> bool:
-    rows = skinny.SKINNY_ROWS
-    if p.ragged and 90 <= p.target.sm < 100 and p.groups <= MOST_GROUPS:
-        rows = EXPERT_ROWS if statically_true(p.k >= 1024) else 1
-    return executes(p) and streams(p) and statically_true(p.m <= rows * (p.groups if p.ragged else 1))
+    rows = _most_rows_of_an_expert(p) * p.groups if p.ragged else skinny.SKINNY_ROWS
+    return executes(p) and streams(p) and statically_true(p.m <= rows)
+
+
+def _most_rows_of_an_expert(p: Problem) -> int:
+    """The average rows of a group up to which `skinny` serves the groups; `wgmma_sm90` serves larger ones on SM90."""
+    if not 90 <= p.target.sm < 100 or p.groups > MOST_GROUPS:
+        return skinny.SKINNY_ROWS
+    if not statically_true(p.k >= 1024):
+        return 1
+    programs = p.groups * ceil_div(p.n, 64)  # of `wgmma_sm90`, if each group has one tile of few rows
+    return skinny.SKINNY_ROWS if statically_true(programs <= 2 * p.target.multiprocessors) else 4
 
 
 def _configure(p: Problem) -> gemv.GemvConfig | skinny.SkinnyConfig:
