@@ -1,13 +1,14 @@
 """What packed weights do for a language model at batch 1: memory, decode and prefill speed, time to compile.
 
-A Llama-3-8B, or a Qwen3-30B-A3B with its experts (`--model`), with random weights, made on the device, in bf16 and then
-packed in place (`fp4compile.pack_`). Both are compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily
+A Llama-3-8B, or a Qwen3-30B-A3B or gpt-oss-20b with their experts (`--model`), with random weights, made on the device,
+in bf16 and then packed in place (`fp4compile.pack_`; gpt-oss as it was published, experts alone in MXFP4, unless
+`--recipe` says otherwise). Both are compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily
 into a static cache, in one run: after a short prompt, because attention over a long one takes both models the same time
 (`--context`). "peak" is the most memory that was in use while the model was packed (bf16: while it was made). Prefill
 multiplies experts by groups of tokens; decode as `--experts` says, by groups or by index. "prefill ms" is the time of
 one among prefills that follow each other for two seconds.
 
-    python -m benchmarks.llama_decode [--model llama-3-8b] [--recipe nvfp4_weight_only] [--layers N] [--out FILE]
+    python -m benchmarks.llama_decode [--model llama-3-8b] [--recipe R] [--layers N] [--out FILE]
 """
 
 import gc
@@ -17,6 +18,8 @@ from collections.abc import Callable
 
 import torch
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -33,20 +36,33 @@ from benchmarks.models import LLAMA_3_8B, TINY, in_bf16
 QWEN3_30B_A3B = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
                  "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
                  "num_experts_per_tok": 8, "rope_theta": 1000000.0, "norm_topk_prob": True}  # fmt: skip
+# All layers attend to all tokens: a static cache of a sliding window counts its tokens in an integer, and a graph is
+# compiled, or a CUDA graph recorded, for every number.
+GPT_OSS_20B = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+               "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+               "layer_types": ["full_attention"] * 24, "attn_implementation": "eager"}  # fmt: skip
 TINY_EXPERTS = TINY | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
-# The model's and the configuration's classes, layers, sizes, and the sizes of a narrow model to try the script with.
+TINY_GPT_OSS = GPT_OSS_20B | TINY | {"head_dim": 32, "num_local_experts": 8}
+WEIGHT_ONLY = "nvfp4_weight_only"
+AS_PUBLISHED = {"recipe": "mxfp4", "fprop_x": "none", "min_m": 1, "rules": [["*self_attn*", "skip"]]}
+# The model's and the configuration's classes, layers, sizes, the sizes of a narrow model to try the script with, and
+# the recipe.
 MODELS = {
-    "llama-3-8b": (LlamaForCausalLM, LlamaConfig, 32, LLAMA_3_8B, TINY),
-    "qwen3-30b-a3b": (Qwen3MoeForCausalLM, Qwen3MoeConfig, 48, QWEN3_30B_A3B, TINY_EXPERTS),
+    "llama-3-8b": (LlamaForCausalLM, LlamaConfig, 32, LLAMA_3_8B, TINY, WEIGHT_ONLY),
+    "qwen3-30b-a3b": (Qwen3MoeForCausalLM, Qwen3MoeConfig, 48, QWEN3_30B_A3B, TINY_EXPERTS, WEIGHT_ONLY),
+    "gpt-oss-20b": (GptOssForCausalLM, GptOssConfig, 24, GPT_OSS_20B, TINY_GPT_OSS, AS_PUBLISHED),
 }
 
 
 def random_model(args) -> PreTrainedModel:
-    kind, config_kind, layers, sizes, tiny = MODELS[args.model]
+    kind, config_kind, layers, sizes, tiny, _ = MODELS[args.model]
     longest = max(args.prompt, args.context + decoded(args))
-    config = config_kind(**(tiny if args.tiny else sizes), num_hidden_layers=args.layers or layers,
-                         max_position_embeddings=longest, tie_word_embeddings=False,
-                         attn_implementation="sdpa")  # fmt: skip
+    sizes = {"attn_implementation": "sdpa"} | (tiny if args.tiny else sizes)
+    layers = args.layers or layers
+    if "layer_types" in sizes:
+        sizes |= {"layer_types": sizes["layer_types"][:layers]}
+    config = config_kind(**sizes, num_hidden_layers=layers, max_position_embeddings=longest,
+                         tie_word_embeddings=False)  # fmt: skip
     return in_bf16(lambda: kind(config).eval(), args.device)
 
 
@@ -123,8 +139,12 @@ def measure(name: str, model: PreTrainedModel, args, **how) -> dict:
 
 def multiply_experts(model: PreTrainedModel, how: str) -> None:
     """Let transformers multiply the model's experts, if it has any, so."""
-    if hasattr(model.config, "num_experts"):
+    if has_experts(model):
         model.set_experts_implementation(how)
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    return hasattr(model.config, "num_experts_per_tok")
 
 
 def memory(device: str) -> dict:
@@ -139,7 +159,7 @@ def memory(device: str) -> dict:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--recipe", default="nvfp4_weight_only")
+    parser.add_argument("--recipe", help="by default the model's in `MODELS`")
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="by default all of the model's")
     parser.add_argument("--experts", choices=("batched_mm", "grouped_mm"), default="batched_mm")
@@ -154,16 +174,18 @@ def main() -> None:
     rows[0] = {**measure("bf16", model, args, **mode), **rows[0]}
     torch.compiler.reset()
     memory(args.device)
-    fp4compile.pack_(model, args.recipe)
+    recipe = args.recipe or MODELS[args.model][-1]
+    fp4compile.pack_(model, recipe)
     used = memory(args.device)
-    ours = measure(args.recipe, model, args, backend=fp4compile.backend(args.recipe, strict=True), **mode)
+    name = recipe if isinstance(recipe, str) else "mxfp4 experts"
+    ours = measure(name, model, args, backend=fp4compile.backend(recipe, strict=True), **mode)
     rows.append({**ours, **used})
     for row in rows:
         row["decode x"] = row["decode tokens/s"] / rows[0]["decode tokens/s"]
         row["prefill x"] = row["prefill ms"] / rows[0]["prefill ms"]
-    settings = {name: getattr(args, name) for name in ("recipe", "prompt", "context", "tokens", "tiny")}
-    settings |= {"model": args.model, "layers": model.config.num_hidden_layers}
-    if hasattr(model.config, "num_experts"):
+    settings = {name: getattr(args, name) for name in ("prompt", "context", "tokens", "tiny")}
+    settings = {"recipe": recipe, **settings, "model": args.model, "layers": model.config.num_hidden_layers}
+    if has_experts(model):
         settings["experts"] = args.experts
     common.publish(args, settings, rows)
 

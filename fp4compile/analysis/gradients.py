@@ -65,6 +65,12 @@ def tangent_dependent(graph: Graph) -> set[Node]:
     return found
 
 
+def in_training_step(graph: Graph) -> bool:
+    """Whether a graph is a joint or backward graph, or a forward graph that saves values for the backward pass."""
+    described = torch.utils._pytree.tree_leaves(graph.output_node().meta.get("desc"))
+    return bool(tangent_dependent(graph)) or any("SavedForBackward" in type(each).__name__ for each in described)
+
+
 def is_inner_gradient(node: Node) -> bool:
     """Whether a node was traced inside of `torch.func.grad` or a similar function: that call is in `from_node`."""
     waiting = list(node.meta.get("from_node") or ())
