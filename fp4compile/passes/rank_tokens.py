@@ -57,10 +57,17 @@ def rank_tokens(graph: Graph) -> int:
     choices = [node for node in above if not trained and _is_top_k(node)]
     for node in choices:
         _choose(node, traces)
-    found = len(ends) + len(sorts) + len(choices)
-    if found:
-        graph.eliminate_dead_code()
-    return found
+    return len(ends) + len(sorts) + len(choices)
+
+
+def _erase(node: Node) -> None:
+    """Erase a node that nothing reads, and what only it has read."""
+    if node.op != "call_function" or node.users or node._erased or node.is_impure():
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        _erase(source)
 
 
 # ---------------------------------------------------------------- ends of groups
@@ -72,6 +79,7 @@ def _count_ends(node: Node, traces: Traces) -> None:
     key, function = ("ends", groups, own, out), lambda each: ends_by_counting(each.to(own), groups).to(out)
     with node.graph.inserting_before(node):
         node.replace_all_uses_with(traces.add(node.graph, key, function, [_before_sort(numbers)]))
+    _erase(node)
 
 
 def ends_by_counting(numbers: torch.Tensor, groups: int) -> torch.Tensor:
@@ -116,6 +124,7 @@ def _sort(node: Node, traces: Traces) -> None:
     replace_results(node, results)
     for user in [user for user in results[1].users if _is_inverse(user, results[1])]:
         user.replace_all_uses_with(places)
+        _erase(user)
 
 
 def sort_by_counting(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -204,5 +213,5 @@ def _is_top_k(node: Node) -> bool:
 
 
 def _is_unpacked(node: Node) -> bool:
-    """Whether a node's results are read one by one."""
-    return all(user.target is operator.getitem for user in node.users)
+    """Whether a node's results are read, one by one."""
+    return bool(node.users) and all(user.target is operator.getitem for user in node.users)

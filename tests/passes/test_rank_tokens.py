@@ -81,7 +81,7 @@ def routed(x, scores, codes, scales, outer, choose, sort, bins):
     )
     places = torch.arange(len(order), device=order.device)
     back = aten.index_put.default(torch.empty_like(order), [order], places)
-    return aten.index.Tensor(result, [back]), numbers
+    return aten.index.Tensor(result, [back])
 
 
 def graph_of(sort=torch.sort, tokens=64, dtype=torch.int64, choose=None, trained=False, bins=(8, 0, 7)):
@@ -103,6 +103,7 @@ def graph_of(sort=torch.sort, tokens=64, dtype=torch.int64, choose=None, trained
         graph = make_fx(function, decomposition_table=select_decomp_table())(*made).graph
         if trained:
             list(graph.find_nodes(op="placeholder"))[-1].name = "tangents_1"
+        graph.eliminate_dead_code()
         found = rank_tokens(graph)
         graph.lint()
     return found, [node.target for node in graph.nodes]
@@ -132,6 +133,11 @@ def test_which_sorts_are_replaced(sort, tokens, dtype, trained, found):
     assert targets.count(aten.index_put.default) == 1
     assert aten.histc.default not in targets and aten.cumsum.default not in targets
     assert count == found + 1
+
+
+def test_a_sort_that_the_histogram_alone_reads_is_erased():
+    count, targets = graph_of(lambda ids: (torch.sort(ids).values, torch.arange(len(ids), device=ids.device)))
+    assert count == 1 and not any(each in ATEN_SORTS for each in targets)
 
 
 CHOICES = {
