@@ -45,12 +45,13 @@ def rank_tokens(graph: Graph) -> int:
         return 0
     products = map(scaled_mm_of, graph.find_nodes(op="call_function", target=SCALED_MM))
     routes = dict.fromkeys(node for each in products for node in (each.offs, each.index) if isinstance(node, Node))
-    above = dict.fromkeys(node for route in routes for node in reached(route, lambda each: each.all_input_nodes))
+    above = list(dict.fromkeys(node for route in routes for node in reached(route, lambda each: each.all_input_nodes)))
     traces, trained = Traces(), in_training_step(graph)
     # Ends of groups are counted before their numbers are sorted: then nothing waits for the sort.
     ends = [node for node in above if _counted(node) is not None]
     for node in ends:
         _count_ends(node, traces)
+    above = [node for node in above if not node._erased]
     sorts = [node for node in above if _is_sort(node, LEAST if trained else FEWEST)]
     for node in sorts:
         _sort(node, traces)
@@ -213,5 +214,5 @@ def _is_top_k(node: Node) -> bool:
 
 
 def _is_unpacked(node: Node) -> bool:
-    """Whether a node's results are read, one by one."""
-    return bool(node.users) and all(user.target is operator.getitem for user in node.users)
+    """Whether a node's results are read one by one."""
+    return all(user.target is operator.getitem for user in node.users)
