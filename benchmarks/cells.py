@@ -126,11 +126,10 @@ _PRODUCERS = {"rms_norm": "RMS norm", "add, rms_norm": "residual sum and RMS nor
 _BLOCKS = {"decode": "decode, 1 token", "prefill": "prefill, 8192 tokens", "train": "training step, 8192 tokens"}
 
 
-def inference(llama: dict, qwen: dict) -> Cells:
+def inference(llama: dict, qwen: dict, gpt_oss: dict) -> Cells:
     """Decode, prefill and memory of whole models in bf16 and packed."""
-    models = {"Llama-3-8B": llama["rows"]}
-    for key, how in (("batched_mm", "by index"), ("grouped_mm", "by groups")):
-        models[f"Qwen3-30B-A3B, {qwen['settings']['layers']} of 48 layers, experts {how}"] = qwen[key]
+    models = {"Llama-3-8B": llama["rows"], "gpt-oss-20b, experts in MXFP4": gpt_oss["rows"],
+              f"Qwen3-30B-A3B, {qwen['settings']['layers']} of 48 layers": qwen["rows"]}  # fmt: skip
     rows = []
     for name, (plain, packed) in models.items():
         rows.append([

@@ -34,6 +34,7 @@ from tests.fuzz.programs import Program
 _NOISE = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-10}
 _MARGIN = {torch.float32: 4, torch.bfloat16: 2}
 _SHAKES = 5
+_HALVINGS = 8
 _DRAWS = ("grid", "normal", "normal2")
 
 
@@ -103,6 +104,7 @@ class Fuzzer:
             inputs = [
                 fill(modules, program, draw, self.device, self.dtype, shape_rows) for shape_rows in row_counts(program)
             ]
+            halve_until_finite(module, program, inputs, modules)
             wrong = None
             for number, values in enumerate(inputs):
                 got = results_of(compiled, program, values, modules)
@@ -260,6 +262,20 @@ def fill(modules, program: Program, draw: str, device: str, dtype: torch.dtype, 
         value = _values(shape, draw, generator, 2).to(device, dtype)
         inputs.append(value.requires_grad_(gradient and program.train))
     return inputs
+
+
+def halve_until_finite(module, program: Program, inputs: list[list[torch.Tensor]], modules) -> None:
+    """Halve parameters and inputs until the program without quantising overflows nowhere.
+
+    Behind an overflow, any rounding decides between infinity and NaN.
+    """
+    for _ in range(_HALVINGS):
+        results = [each for values in inputs for each in results_of(module, program, values, modules)]
+        if all(each is None or each.isfinite().all() for each in results):
+            return
+        with torch.no_grad():
+            for value in (*modules.parameters(), *(each for values in inputs for each in values)):
+                value.mul_(0.5)
 
 
 def _values(shape, draw: str, generator: torch.Generator, unit: int) -> torch.Tensor:

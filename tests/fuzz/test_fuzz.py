@@ -8,7 +8,7 @@ import torch
 
 from tests.fuzz import compare
 from tests.fuzz.compare import Fuzzer
-from tests.fuzz.programs import build
+from tests.fuzz.programs import Style, build
 
 # Those of the first 300 that together have nearly every line of code that steps can have, every format and every action
 # of a rule; 97 and 226 have a weight on the left in another format than the activation.
@@ -36,6 +36,24 @@ def test_random_programs(part):
 def test_a_seed_is_a_program():
     assert build(7) == build(7)
     assert build(7) != build(8)
+
+
+def test_values_are_halved_until_nothing_overflows():
+    """Attention without a softmax, whose results are its next operands: 97 % of what it computes is infinite or NaN."""
+    program = build(880120, Style(large=True))
+    module, _, outside = program.load()
+    modules = torch.nn.ModuleList([module, *outside]).to(torch.bfloat16)
+    values = compare.fill(modules, program, "normal", "cpu", torch.bfloat16, None)
+    before = values[0].clone()
+
+    def finite():
+        results = compare.results_of(module, program, values, modules)
+        return all(each is None or each.isfinite().all() for each in results)
+
+    assert not finite()
+    compare.halve_until_finite(module, program, [values], modules)
+    halvings = (before / values[0]).nanmedian().log2()
+    assert finite() and halvings == halvings.round() and halvings > 0
 
 
 def test_equal_values_are_right_where_noise_leads_to_nan(monkeypatch):

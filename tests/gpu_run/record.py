@@ -93,7 +93,9 @@ class Recorder:
     def _print(self, report):
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         terminal.ensure_newline()
-        terminal.write_line(f"{'=' * 100}\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext[-6000:]}")
+        text = report.longreprtext
+        text = text if len(text) <= 6000 else f"{text[:2000]}\n[...]\n{text[-4000:]}"
+        terminal.write_line(f"{'=' * 100}\nFAILED {report.nodeid} ({report.when})\n{text}")
         terminal.flush()
 
     def _write(self, nodeid, outcome, seconds, **more):
