@@ -1,8 +1,9 @@
 """`export_packed`: write a packed model in the file layout of ModelOpt, compressed-tensors, DeepSeek or gpt-oss."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
@@ -31,7 +32,7 @@ from fp4compile.weights.published.conventions import (
 from fp4compile.weights.published.expert_modules import parts_of
 from fp4compile.weights.published.expert_names import PublishedNames
 from fp4compile.weights.published.gpt_oss import MXFP4, written_experts
-from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, POWERS_OF_TWO, Scheme
+from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, MX_BLOCKS, POWERS_OF_TWO, Scheme
 from fp4compile.weights.published.shards import Checkpoint, write_checkpoint
 from fp4compile.weights.scale_checks import check_model
 from fp4compile.weights.sharing import arrange
@@ -47,8 +48,9 @@ def export_packed(
         MXFP4 and FP8 with global or row scales, different ones in different layers. Both take weights alone in FP8
         blocks of 128; compressed-tensors also such blocks of weights and activations, dynamic global scales, and
         weights alone in MXFP8, MXFP4 and FP8. "fp8": DeepSeek's and transformers', which takes FP8 in blocks of 128 or
-        with global scales, the same in all layers. "mxfp4": gpt-oss', which takes experts in MXFP4 that the model
-        stores as [experts, in, out]. Its files have no format of activations.
+        with global scales, or MXFP8 weights in blocks of 32x32, the same in all layers. "mxfp8": the same with MXFP8
+        weights and activations, as MiniMax-M3. "mxfp4": gpt-oss', which takes experts in MXFP4 that the model stores
+        as [experts, in, out]. Its files have no format of activations.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
     The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json with a quantization_config. Codes
@@ -209,7 +211,9 @@ def _allowed(layout: str) -> list[Scheme]:
     """The schemes that a layout holds."""
     if layout == "fp8":
         return [Scheme("float8_128x128", "float8_1x128"), POWERS_OF_TWO, Scheme("float8_tensor", "float8_tensor"),
-                Scheme("float8_tensor", "float8_tensor", static=True)]  # fmt: skip
+                Scheme("float8_tensor", "float8_tensor", static=True), Scheme("mxfp8_32x32", "mxfp8")]  # fmt: skip
+    if layout == "mxfp8":
+        return [Scheme("mxfp8", "mxfp8")]
     allowed = list(MODELOPT_SCHEMES.values())
     if layout == "compressed-tensors":
         allowed += [Scheme("float8_128x128", "float8_1x128"), Scheme("float8_tensor", "float8_tensor")]
@@ -334,16 +338,20 @@ def _arguments(fmt: str | None, dynamic: bool | str) -> dict[str, Any] | None:
     return arguments | {"scale_dtype": "torch.float8_e4m3fn" if is_nvfp4(found) else "torch.uint8"}
 
 
-def _float8(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, Any]]:
-    """The configuration of quant_method "fp8", which has one scheme. See `_modelopt` for the arguments."""
+def _float8(schemes: dict[str, Scheme], left: list[str], method: str = "fp8") -> dict[str, dict[str, Any]]:
+    """The configuration of quant_method "fp8" or "mxfp8", which have one scheme. See `_modelopt` for the arguments."""
     first, *others = dict.fromkeys(schemes.values())
     if others:
-        raise ValueError(f"model: layout 'fp8' holds layers of one scheme; got {first} and {others[0]}")
+        raise ValueError(f"model: layout {method!r} holds layers of one scheme; got {first} and {others[0]}")
+    block = [128, 128] if formats.get(first.weight).square else None
     config = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static" if first.static else "dynamic",
-        "weight_block_size": [128, 128] if formats.get(first.weight).square else None, "modules_to_not_convert": left,
+        "quant_method": method, "fmt": "e4m3", "activation_scheme": "static" if first.static else "dynamic",
+        "weight_block_size": MX_BLOCKS.get(first.weight, block), "modules_to_not_convert": left,
     }  # fmt: skip
-    return {CONFIG: config | ({"scale_fmt": "ue8m0"} if first == POWERS_OF_TWO else {})}
+    return {CONFIG: config | ({"scale_fmt": "ue8m0"} if first == POWERS_OF_TWO or first.weight in MX_BLOCKS else {})}
 
 
-_CONFIGURATIONS = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _float8}
+_CONFIGURATIONS: dict[str, Callable[[dict[str, Scheme], list[str]], dict[str, dict[str, Any]]]] = {
+    "modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _float8,
+    "mxfp8": partial(_float8, method="mxfp8"),
+}  # fmt: skip

@@ -121,8 +121,8 @@ def load_packed(
     model: a model with the architecture of the saved model.
     path: a file of `save_packed`; a directory that `save_pretrained` of a packed transformers model wrote; or a
         checkpoint, as a directory or as a file beside its configuration: of ModelOpt or compressed-tensors in NVFP4,
-        MXFP8, MXFP4 or FP8, of quant_method "fp8" (DeepSeek, Qwen), or with experts in MXFP4 as gpt-oss was published.
-        See `docs/experts.md` for experts.
+        MXFP8, MXFP4 or FP8, of quant_method "fp8" or "mxfp8" (DeepSeek, Qwen, MiniMax), or with experts in MXFP4 as
+        gpt-oss was published. See `docs/experts.md` for experts.
     device: the device for parameters and buffers on the meta device; None: the CPU. All other tensors stay in place.
     recipe: only for gpt-oss' files, which have no format of activations: the recipe's fprop_x, an MX format, quantises
         them in the layers that its rules do not skip. None leaves activations unquantised.

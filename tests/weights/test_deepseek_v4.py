@@ -36,10 +36,10 @@ NAMES = [("model.", ""), ("embed_tokens.", "embed."), ("lm_head.", "head."), (".
          ("gate.e_score_correction_bias", "gate.bias"), ("input_layernorm", "attn_norm"),
          ("post_attention_layernorm", "ffn_norm")]  # fmt: skip
 FP8 = r"self_attn\.(q_a|q_b|kv|o_a|o_b)_proj\.weight|indexer\.q_b_proj|shared_experts"
-CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
-          "weight_block_size": [128, 128]}  # fmt: skip
+CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
-MXFP4, POWERS_OF_TWO = ("mxfp4", "mxfp8"), ("e4m3:128x128:float32:-:te_pow2", "e4m3:1x128:float32:-:te_pow2")
+MXFP4 = "mxfp4", "mxfp8"
+BY_BLOCK = {128: ("e4m3:128x128:float32:-:te_pow2", "e4m3:1x128:float32:-:te_pow2"), 32: ("mxfp8_32x32", "mxfp8")}
 
 
 def fresh_model():
@@ -54,15 +54,15 @@ def in_file(name):
     return name
 
 
-def float8(shape, scales):
-    """Random codes and scales of blocks of 128, and what they mean."""
+def float8(shape, scales, block=128):
+    """Random codes and scales of blocks, and what they mean."""
     codes = (torch.randn(shape) * 64).to(torch.float8_e4m3fn)
-    exponents = torch.randint(-11, -8, (shape[0] // 128, shape[1] // 128)).float().exp2()
-    meaning = codes.float() * exponents.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    exponents = torch.randint(-11, -8, (shape[0] // block, shape[1] // block)).float().exp2()
+    meaning = codes.float() * exponents.repeat_interleave(block, 0).repeat_interleave(block, 1)
     return {"weight": codes, "scale": exponents.to(scales)}, meaning
 
 
-def float4(shape, scales):
+def float4(shape, scales, block=32):
     """Random pairs of codes, the first of them in the low bits, and scales of 32 elements of a row; their meaning."""
     codes = torch.randint(0, 16, shape)
     exponents = torch.randint(-7, -3, (shape[0], shape[1] // 32)).float().exp2()
@@ -71,8 +71,8 @@ def float4(shape, scales):
     return {"weight": pairs, "scale": exponents.to(scales)}, meaning
 
 
-def written(folder, expert_dtype="fp4", scales=torch.float8_e8m0fnu):
-    """Write a checkpoint; returns the model with the weights that it means."""
+def written(folder, expert_dtype="fp4", scales=torch.float8_e8m0fnu, block=128):
+    """Write a checkpoint; returns the model with the weights that it means. block: of FP8 weights."""
     model, tensors = fresh_model(), {"mtp.0.ffn.experts.0.w1.scale": torch.ones(2, 2)}
     experts = {"fp4": float4, "fp8": float8}[expert_dtype]
     with torch.no_grad():
@@ -81,12 +81,12 @@ def written(folder, expert_dtype="fp4", scales=torch.float8_e8m0fnu):
                 leaves = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
                 for expert, whole in enumerate(tensor):
                     for leaf, part in zip(leaves, whole.chunk(len(leaves)), strict=True):
-                        found, meaning = experts(part.shape, scales)
+                        found, meaning = experts(part.shape, scales, block)
                         part.copy_(meaning)
                         prefix = in_file(name.rpartition(".")[0])
                         tensors |= {f"{prefix}.{expert}.{leaf}.{child}": one for child, one in found.items()}
             elif re.search(FP8, name):
-                found, meaning = float8(tensor.shape, scales)
+                found, meaning = float8(tensor.shape, scales, block)
                 tensor.copy_(meaning)
                 tensors |= {f"{in_file(name.removesuffix('.weight'))}.{child}": one for child, one in found.items()}
             else:
@@ -94,7 +94,8 @@ def written(folder, expert_dtype="fp4", scales=torch.float8_e8m0fnu):
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     config = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], **SIZES}
-    config |= {"expert_dtype": expert_dtype, "quantization_config": CONFIG, "dtype": "float32"}
+    config |= {"expert_dtype": expert_dtype, "dtype": "float32"}
+    config |= {"quantization_config": CONFIG | {"weight_block_size": [block, block]}}
     (folder / "config.json").write_text(json.dumps(config))
     return model
 
@@ -121,11 +122,14 @@ def logits(model):
 @reads_experts
 @pytest.mark.parametrize("load", [by_load_packed, by_from_pretrained])
 @pytest.mark.parametrize(
-    "expert_dtype, scales", [("fp4", torch.float8_e8m0fnu), ("fp8", torch.float32)], ids=["Flash", "Flash-Base"]
-)
-def test_layers_are_packed_with_the_weights_that_the_file_means(expert_dtype, scales, load, tmp_path):
+    ("expert_dtype", "scales", "block"),
+    [("fp4", torch.float8_e8m0fnu, 128), ("fp8", torch.float32, 128), ("fp4", torch.float8_e8m0fnu, 32),
+     ("fp8", torch.float8_e8m0fnu, 32)],
+    ids=["Flash", "Flash-Base", "V4.1's blocks", "V4.1's blocks of experts"],
+)  # fmt: skip
+def test_layers_are_packed_with_the_weights_that_the_file_means(expert_dtype, scales, block, load, tmp_path):
     """But for the product by groups, o_a_proj, for which a packed layer has no forward."""
-    expected = written(tmp_path / "made", expert_dtype, scales)
+    expected = written(tmp_path / "made", expert_dtype, scales, block)
     with pytest.warns(UserWarning) as said:
         model = load(tmp_path / "made")
     texts = [str(one.message) for one in said]
@@ -135,7 +139,7 @@ def test_layers_are_packed_with_the_weights_that_the_file_means(expert_dtype, sc
     assert len(packed) == 2 * (4 + 3 + 2) + 1
     for name, found in packed.items():
         experts = "_proj_packed" in name and expert_dtype == "fp4"
-        assert (found.weight, found.activation) == (MXFP4 if experts else POWERS_OF_TWO), name
+        assert (found.weight, found.activation) == (MXFP4 if experts else BY_BLOCK[block]), name
     assert logits(model).isfinite().all()
     plain = model.dequantize()
     found, wanted = plain.state_dict(), expected.state_dict()
@@ -144,8 +148,9 @@ def test_layers_are_packed_with_the_weights_that_the_file_means(expert_dtype, sc
     assert torch.equal(logits(plain), logits(expected))
 
 
-def test_transformers_dequantises_the_file_to_the_same_weights(tmp_path):
-    written(tmp_path / "made")
+@pytest.mark.parametrize("block", [128, 32])
+def test_transformers_dequantises_the_file_to_the_same_weights(block, tmp_path):
+    written(tmp_path / "made", block=block)
     order = transformers.FineGrainedFP8Config(dequantize=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", quantization_config=order)
     with pytest.warns(UserWarning, match="in its own way"):
@@ -201,7 +206,7 @@ def test_codes_of_fp4_need_a_configuration_that_names_them(tmp_path):
     written(tmp_path / "made")
     file = tmp_path / "made" / "config.json"
     assert _formats_of(tmp_path / "made") == [
-        f"{weight} weights, {activation} activations" for weight, activation in (POWERS_OF_TWO, MXFP4)
+        f"{weight} weights, {activation} activations" for weight, activation in (BY_BLOCK[128], MXFP4)
     ]
     file.write_text(json.dumps(json.loads(file.read_text()) | {"expert_dtype": "fp8"}))
     with pytest.raises(ValueError, match=r"experts.0.w1.weight': expected torch.float8_e4m3fn .*, got torch.int8"):

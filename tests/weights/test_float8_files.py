@@ -106,6 +106,25 @@ class PowersOfTwo(Block):
     fp8 = Block.fp8 | {"scale_fmt": "ue8m0"}
 
 
+class Squares(Block):
+    """One E8M0 scale for 32x32 elements of the weight, and for 32 of a token, as DeepSeek-V4.1's."""
+
+    formats, block = ("mxfp8", "mxfp8_32x32"), (32, 32)
+    fp8 = {"weight_block_size": [32, 32], "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
+
+    @classmethod
+    def tensors(cls, weight, kind):
+        codes, scales, meaning = float8(weight, cls.block, powers_of_two=True)
+        return {"weight": codes, "weight_scale_inv": scales.to(torch.float8_e8m0fnu).view(torch.uint8)}, meaning
+
+
+class Mxfp8(Squares):
+    """One E8M0 scale for 32 elements of the weight, and of a token, as MiniMax-M3's."""
+
+    formats, block = ("mxfp8", "mxfp8"), (1, 32)
+    fp8 = Squares.fp8 | {"weight_block_size": [1, 32]}
+
+
 class NVFP4:
     """FP4 weights without quantised activations."""
 
@@ -129,9 +148,9 @@ class NVFP4:
 
 def config_of(library, kinds):
     """The quantization_config, for kinds by layer."""
-    if library == "fp8":
+    if library in ("fp8", "mxfp8"):
         (kind,) = set(kinds.values())
-        return {"quant_method": "fp8", "fmt": "e4m3", **kind.fp8}
+        return {"quant_method": library, "fmt": "e4m3", **kind.fp8}
     if library == "modelopt":
         if len(set(kinds.values())) > 1:
             layers = {layer: kind.modelopt for layer, kind in kinds.items()}
@@ -179,7 +198,7 @@ def logits(model):
 
 ONE = [("modelopt", Tensor), ("modelopt", Row), ("compressed-tensors", Tensor), ("compressed-tensors", Dynamic),
        ("compressed-tensors", Row), ("compressed-tensors", Block), ("fp8", Block), ("fp8", PowersOfTwo),
-       ("fp8", Tensor), ("fp8", Dynamic)]  # fmt: skip
+       ("fp8", Tensor), ("fp8", Dynamic), ("fp8", Squares), ("mxfp8", Mxfp8)]  # fmt: skip
 MIXED = [("modelopt", NVFP4, Tensor), ("compressed-tensors", NVFP4, Block)]
 
 
@@ -245,6 +264,21 @@ def test_the_text_model_may_have_the_configuration_and_layers_their_own_frequenc
     with pytest.warns(UserWarning, match="such as 'model.layers.0.self_attn.rotary_emb.inv_freq', are not used"):
         model = loaded(tmp_path / "made")
     assert torch.equal(model.get_submodule(Q).weight, meant[Q])
+
+
+@pytest.mark.parametrize("library", ["mxfp8", "fp8"])
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
+def test_mx_scales_have_several_names_and_dtypes(tmp_path, library, name):
+    """A configuration of "mxfp8" may say nothing else, as vLLM takes it."""
+    tensors, meant = written(tmp_path / "made", fresh_model(), library, {Q: Mxfp8})
+    tensors[f"{Q}.{name}"] = tensors.pop(f"{Q}.weight_scale_inv").view(torch.float8_e8m0fnu)
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    if library == "mxfp8":
+        config = json.loads((tmp_path / "made" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "mxfp8", "ignored_layers": ["lm_head"], "scale_fmt": None}
+        (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    assert _formats_of(tmp_path / "made") == ["mxfp8 weights, mxfp8 activations"]
+    assert torch.equal(loaded(tmp_path / "made").get_submodule(Q).weight, meant[Q])
 
 
 def test_autofp8_names_its_scales_as_vllm_does(tmp_path):
@@ -344,7 +378,8 @@ def test_scales_that_are_no_powers_of_two_are_refused_where_they_should_be(tmp_p
 @pytest.mark.parametrize(
     ("library", "change", "message"),
     [
-        ("fp8", {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\] or null"),
+        ("fp8", {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\], .* or null"),
+        ("fp8", {"weight_block_size": [32, 32]}, "scale_fmt: expected 'ue8m0', got 'float'"),
         ("fp8", {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
         ("fp8", {"expert_dtype": "int4"}, "expert_dtype: expected 'fp8' or 'fp4', got 'int4'"),
         ("fp8", {"fmt": "e5m2"}, "fmt: expected 'e4m3'"),
@@ -409,6 +444,22 @@ MODEL = "model.layers.0.mlp.experts"
 def experts_model():
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **MIXTRAL), dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(("recipe", "layout"), [("mxfp8", "mxfp8"), ("mxfp8_32x32", "fp8")])
+def test_transformers_reads_mx_blocks_that_were_written_as_the_same_weights(recipe, layout, tmp_path):
+    """On a CPU it dequantises them."""
+    model = experts_model()
+    fp4compile.pack_(model, {"recipe": recipe, "min_m": 1})
+    fp4compile.export_packed(model, tmp_path / "made", layout)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32).state_dict()
+    order = {"quant_method": "fp4compile"}
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "made", quantization_config=order)
+    assert isinstance(ours.get_submodule(f"{MODEL}.gate_up_proj_packed"), PackedExperts)
+    wanted = model.dequantize().state_dict()
+    for found in (theirs, ours.dequantize().state_dict()):
+        assert found.keys() == wanted.keys()
+        assert [name for name, one in wanted.items() if not torch.equal(found[name], one)] == []
 
 
 def experts_file(folder, library, kind, same_scales=True):

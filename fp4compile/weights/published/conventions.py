@@ -34,6 +34,7 @@ from fp4compile.weights.published.quantization_config import (
     float8_schemes,
     member,
     modelopt_schemes,
+    mxfp8_schemes,
 )
 from fp4compile.weights.published.shards import Checkpoint, Contents, naming
 from fp4compile.weights.scale_checks import TINY, check_block_scales, check_outer, check_powers_of_two
@@ -92,12 +93,14 @@ COMPRESSED_TENSORS = Layout(
     "input_scale", compressed_schemes,
 )  # fmt: skip
 FP8 = Layout("fp8", "weight_scale_inv", "weight", "", "", False, "activation_scale", float8_schemes, torch.int8)
-# Other names in checkpoints of the same configuration: AutoFP8's, which vLLM reads, too, and DeepSeek-V4's.
-_AUTO_FP8 = replace(FP8, scales="weight_scale", float8_activation="input_scale")
-_DEEPSEEK_V4 = replace(FP8, scales="scale")
+MXFP8 = replace(FP8, name="mxfp8", schemes=mxfp8_schemes)
+# Other names in checkpoints of the same configuration: AutoFP8's, which vLLM reads, too, DeepSeek-V4's, and Mistral's.
+_OTHER_NAMES: tuple[dict[str, Any], ...] = (
+    {"scales": "weight_scale", "float8_activation": "input_scale"}, {"scales": "scale"}, {"scales": "qscale_weight"},
+)  # fmt: skip
 # DeepSeek's layers of a mixed checkpoint, left as they were published.
 _DEEPSEEK_IN_MODELOPT = replace(MODELOPT, scales="weight_scale_inv")
-LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)}  # by quant_method
+LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8, MXFP8)}  # by quant_method
 
 
 # ---------------------------------------------------------------- reading
@@ -207,8 +210,8 @@ def _leave_activation_scales(
 def _of_layer(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> Layout:
     """The layout of one layer. FP8 scales have several names, and the name in the file tells the layout."""
     others: tuple[Layout, ...] = ()
-    if layout is FP8:
-        others = _AUTO_FP8, _DEEPSEEK_V4
+    if layout in (FP8, MXFP8):
+        others = tuple(replace(layout, **names) for names in _OTHER_NAMES)
     elif layout is MODELOPT and scheme.weight == "float8_128x128":
         others = (_DEEPSEEK_IN_MODELOPT,)
     return next((one for one in (layout, *others) if f"{layer}.{one.scales}" in tensors), layout)
@@ -283,7 +286,7 @@ def _fused_name(layout: Layout, name: str, suffix: str) -> str:
     """The name of a tensor of experts in one tensor: `gate_up_proj_scale_inv`, or ModelOpt's `..._weight_scale`."""
     if suffix == "weight":
         return name
-    return f"{name}_{suffix.removeprefix('weight_') if layout is FP8 else suffix}"
+    return f"{name}_{suffix.removeprefix('weight_') if layout in (FP8, MXFP8) else suffix}"
 
 
 def _check_matrix(fmt: BlockFormat, named: dict[str, str], found: dict[str, torch.Tensor]) -> tuple[int, int]:

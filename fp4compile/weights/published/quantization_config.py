@@ -217,6 +217,8 @@ def _compressed_format(arguments: dict[str, Any] | None) -> str | None:
 
 # DeepSeek-V3.1's: scales of weights and activations are rounded up to powers of two.
 POWERS_OF_TWO = Scheme("e4m3:128x128:float32:-:te_pow2", "e4m3:1x128:float32:-:te_pow2")
+# Blocks with E8M0 scales are MX: of quant_method "mxfp8" (MiniMax-M3), and DeepSeek-V4.1's.
+MX_BLOCKS = {"mxfp8": [1, 32], "mxfp8_32x32": [32, 32]}
 # Experts of DeepSeek-V4. Its own code has a scale for 128 elements of activations; four in its place lose less.
 _FP4_EXPERTS = Scheme("mxfp4", "mxfp8")
 
@@ -224,21 +226,30 @@ _FP4_EXPERTS = Scheme("mxfp4", "mxfp8")
 def float8_schemes(config: dict[str, Any]) -> Schemes:
     """The scheme of quant_method "fp8", and that of layers in FP4 beside it. Raises ValueError for other values."""
     block = member(config, "weight_block_size", list)
-    if block not in (None, [128, 128]):
-        raise ValueError(f"weight_block_size: expected [128, 128] or null, got {short(block)}")
+    mx = next((Scheme(name, "mxfp8") for name, known in MX_BLOCKS.items() if block == known), None)
+    if block not in (None, [128, 128]) and mx is None:
+        raise ValueError(f"weight_block_size: expected [128, 128], [1, 32], [32, 32] or null, got {short(block)}")
     scheme, allowed = member(config, "activation_scheme", str, "dynamic"), ("dynamic", "static")
     experts = member(config, "expert_dtype", str, "fp8")
     for key, value, known in (
         ("activation_scheme", scheme, allowed if block is None else allowed[:1]),
         ("fmt", member(config, "fmt", str, "e4m3"), ("e4m3",)),
         ("expert_dtype", experts, ("fp8", "fp4")),
-        ("scale_fmt", member(config, "scale_fmt", str, "float"), ("float", "ue8m0")),
+        ("scale_fmt", member(config, "scale_fmt", str, "float"), ("float", "ue8m0") if mx is None else ("ue8m0",)),
     ):
         if value not in known:
             raise ValueError(f"{key}: expected {' or '.join(map(repr, known))}, got {value!r}")
-    if block is None:
+    if mx is not None:
+        found = mx
+    elif block is None:
         found = Scheme("float8_tensor", "float8_tensor", static=scheme == "static")
     else:
         found = POWERS_OF_TWO if config.get("scale_fmt") == "ue8m0" else Scheme("float8_128x128", "float8_1x128")
     others = [_FP4_EXPERTS] if experts == "fp4" else []
     return Schemes(lambda layer, packed: others[0] if packed and others else found, lambda: [found, *others])
+
+
+def mxfp8_schemes(config: dict[str, Any]) -> Schemes:
+    """The scheme of quant_method "mxfp8", whose configuration may leave out its blocks and scales."""
+    given = {key: value for key, value in config.items() if value is not None}
+    return float8_schemes({"weight_block_size": MX_BLOCKS["mxfp8"], "scale_fmt": "ue8m0"} | given)
