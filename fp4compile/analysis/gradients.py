@@ -7,6 +7,7 @@ and the output.
 from typing import Any
 
 import torch
+from torch._dynamo import compiled_autograd
 from torch.fx import Graph, Node
 
 from fp4compile.analysis.gathers import REDUCE_SCATTER, WAIT
@@ -66,7 +67,12 @@ def tangent_dependent(graph: Graph) -> set[Node]:
 
 
 def in_training_step(graph: Graph) -> bool:
-    """Whether a graph is a joint or backward graph, or a forward graph that saves values for the backward pass."""
+    """Whether a graph is a joint or backward graph, or a forward graph that saves values for the backward pass.
+
+    So are all graphs that are compiled while compiled autograd runs: they have a backward pass without tangents.
+    """
+    if compiled_autograd.in_compiled_autograd_region:
+        return True
     described = torch.utils._pytree.tree_leaves(graph.output_node().meta.get("desc"))
     return bool(tangent_dependent(graph)) or any("SavedForBackward" in type(each).__name__ for each in described)
 

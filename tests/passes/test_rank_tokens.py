@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import compiled_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -196,6 +197,10 @@ def test_graphs_of_a_training_step_are_known(monkeypatch):
     with torch.no_grad():
         compiled(x)
     assert found == [True, True, False]
+    loss = compiled(x).sum()
+    with compiled_autograd._enable(torch.compile(backend=fp4compile.backend("mxfp8"))):
+        loss.backward()
+    assert len(found) > 3 and all(found[3:])
 
 
 class Experts(nn.Module):
