@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same, select
+from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, pair, same, select
 from ptxsim.numbers import bf16_values, f16_values, interleaved
 from ptxsim.parse import Instruction, Operand, Program, Vector
 from ptxsim.state import PARAMETERS
@@ -108,3 +108,17 @@ for _name, _compare in _COMPARISONS_OF_FLOATS.items():
     for _kind, _values in (("f16", f16_values), ("bf16", bf16_values)):
         elementwise(f"pred {_kind} {_kind}", f"setp.{_name}.{_kind}")(
             lambda a, b, compare=_compare, values=_values: compare(values(a), values(b)))  # fmt: skip
+
+
+@form(*(f"setp.{name}.{kind}" for name in _COMPARISONS_OF_FLOATS for kind in ("f16x2", "bf16x2")))
+def _compare_halves(instruction: Instruction, program: Program) -> Step:
+    """The step of a comparison of pairs of floats, with a result for the low halves and one for the high halves."""
+    expect(instruction, 3)
+    _, name, kind = instruction.opcode.split(".")
+    values, compare = f16_values if kind == "f16x2" else bf16_values, _COMPARISONS_OF_FLOATS[name]
+
+    def halves(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(compare(*(values((each >> shift).astype(np.uint16)) for each in (a, b))) for shift in (0, 16))
+
+    results, *operands = instruction.operands
+    return Elementwise([(each, "pred") for each in pair(results)], [(each, kind) for each in operands], halves)

@@ -546,10 +546,12 @@ OWN_TEST = {
     "mad.lo.cc.u32",
     "madc.hi.u32",
 }
+COMPARED_HALVES = {f"{opcode}x2" for opcode in CHECKS if opcode.startswith("setp.") and opcode.endswith("f16")}
 
 
 def test_every_form_has_a_check():
-    assert {opcode for opcode in known_forms() if opcode.split(".")[0] not in OTHERS} == {*CHECKS, *OWN_TEST}
+    known = {opcode for opcode in known_forms() if opcode.split(".")[0] not in OTHERS}
+    assert known == {*CHECKS, *OWN_TEST, *COMPARED_HALVES}
 
 
 @pytest.mark.parametrize("opcode", CHECKS)
@@ -584,6 +586,19 @@ def compare(opcode, into, kinds, values, function, fixed):
             assert isnan(F64.decode(int(found)))
         else:
             assert int(found) == expected, (opcode, fixed, [hex(x) for x in given], hex(int(found)), hex(expected))
+
+
+@pytest.mark.parametrize("opcode", sorted(COMPARED_HALVES))
+def test_comparisons_of_halves(opcode):
+    """A predicate for the low halves, and one for the high halves, of registers and constants."""
+    (_, *kinds), function = CHECKS[opcode.removesuffix("x2")]
+    low, high = (operands(opcode + part, kinds, 32) for part in ("low", "high"))
+    a, b = (np.array(x, np.uint64) | np.array(y, np.uint64) << np.uint64(16) for x, y in zip(low, high, strict=True))
+    for text, second in (("%r2", b), (hex(int(b[5])), np.full_like(b, b[5]))):
+        found = execute(f"{opcode} %p1|%p2, %r1, {text}", {"%r1": a, "%r2": b})
+        for lane, (x, y) in enumerate(zip(a.tolist(), second.tolist(), strict=True)):
+            expected = [function(x >> shift & 0xFFFF, y >> shift & 0xFFFF) for shift in (0, 16)]
+            assert [found["%p1"][lane], found["%p2"][lane]] == expected, (hex(x), hex(y))
 
 
 @pytest.mark.parametrize("opcode", [
