@@ -138,11 +138,13 @@ def launched(rows, groups, n, k, mxfp8=False):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="asks for launches")
-@pytest.mark.parametrize(("rows", "kernel"), [(1, "gemm_skinny"), (32, "gemm_skinny"),
-                                              (33, "gemm_wgmma_sm90"), (2**17, "gemm_wgmma_sm90")])  # fmt: skip
-def test_which_kernel_by_rows(rows, kernel):
-    """Up to four rows a group on average are streamed."""
-    assert launched(rows, 8, 2048, 1024)[-1].kernel.__name__ == kernel
+@pytest.mark.parametrize(("n", "rows", "kernel"), [
+    (4096, 1, "gemm_skinny"), (4096, 32, "gemm_skinny"), (4096, 33, "gemm_wgmma_sm90"),
+    (4096, 2**17, "gemm_wgmma_sm90"), (2048, 64, "gemm_skinny"), (2048, 65, "gemm_wgmma_sm90"),
+])  # fmt: skip
+def test_which_kernel_by_rows(n, rows, kernel):
+    """Up to four rows a group on average are streamed, and up to eight where the other kernel has few programs."""
+    assert launched(rows, 8, n, 1024)[-1].kernel.__name__ == kernel
 
 
 @pytest.mark.skipif(INTERPRETING, reason="asks for launches")
