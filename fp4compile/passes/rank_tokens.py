@@ -45,7 +45,10 @@ def rank_tokens(graph: Graph) -> int:
         return 0
     products = map(scaled_mm_of, graph.find_nodes(op="call_function", target=SCALED_MM))
     routes = dict.fromkeys(node for each in products for node in (each.offs, each.index) if isinstance(node, Node))
-    above = list(dict.fromkeys(node for route in routes for node in reached(route, lambda each: each.all_input_nodes)))
+    found: set[Node] = set()  # each part of the graph is walked once: the layers of a model follow each other
+    for route in routes:
+        found.update(reached(route, lambda each: [node for node in each.all_input_nodes if node not in found]))
+    above = [node for node in graph.nodes if node in found]
     traces, trained = Traces(), in_training_step(graph)
     # Ends of groups are counted before their numbers are sorted: then nothing waits for the sort.
     ends = [node for node in above if _counted(node) is not None]
