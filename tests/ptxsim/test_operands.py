@@ -65,7 +65,7 @@ def test_negated_predicates():
 
 @pytest.mark.parametrize("text", [
     "add.s33 %r0, %r1, %r2", "add.cc.s32 %r0, %r1, %r2", "add.sat.s32 %r0, %r1, %r2", "max.ftz.f32 %r0, %r1, %r2",
-    "cvt.rz.f16.f32 %h0, %r1", "setp.lt.b32 %p0, %r1, %r2", "setp.ge.f16x2 %p0, %r1, %r2", "nothing", "mov.b128 %d0, 0",
+    "cvt.rz.f16.f32 %h0, %r1", "setp.lt.b32 %p0, %r1, %r2", "setp.ge.s16x2 %p0, %r1, %r2", "nothing", "mov.b128 %d0, 0",
 ])  # fmt: skip
 def test_unknown_opcode(text):
     with pytest.raises(UnknownForm, match=f"line 4: {text}.*is unknown"):
