@@ -51,9 +51,9 @@ def rank_tokens(graph: Graph) -> int:
     above = [node for node in graph.nodes if node in found]
     traces, trained = Traces(), in_training_step(graph)
     # Ends of groups are counted before their numbers are sorted: then nothing waits for the sort.
-    ends = [node for node in above if _counted(node) is not None]
-    for node in ends:
-        _count_ends(node, traces)
+    ends = {node: numbers for node in above if (numbers := _counted(node)) is not None}
+    for node, numbers in ends.items():
+        _count_ends(node, numbers, traces)
     above = [node for node in above if not node._erased]
     sorts = [node for node in above if _is_sort(node, LEAST if trained else FEWEST)]
     for node in sorts:
@@ -77,9 +77,8 @@ def _erase(node: Node) -> None:
 # ---------------------------------------------------------------- ends of groups
 
 
-def _count_ends(node: Node, traces: Traces) -> None:
-    numbers, groups, out = _counted(node), node.args[0].args[1], node.meta["val"].dtype
-    own = numbers.meta["val"].dtype
+def _count_ends(node: Node, numbers: Node, traces: Traces) -> None:
+    groups, own, out = node.args[0].args[1], numbers.meta["val"].dtype, node.meta["val"].dtype
     key, function = ("ends", groups, own, out), lambda each: ends_by_counting(each.to(own), groups).to(out)
     with node.graph.inserting_before(node):
         node.replace_all_uses_with(traces.add(node.graph, key, function, [_before_sort(numbers)]))

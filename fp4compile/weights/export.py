@@ -257,7 +257,8 @@ def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor, i
         return tensor.reshape(1) if layout.divides else tensor
     if buffer == "weight_data":
         return tensor[:, : ceil_div(in_features, 2) if fmt.packed else in_features].contiguous().view(fmt.data_dtype)
-    return tensor if fmt.scale == "e8m0" else tensor.view(fmt.scale_dtype)
+    # Bytes of E8M0 are what these libraries write, except DeepSeek: transformers 5.10.1 takes its bytes for numbers.
+    return tensor if fmt.scale == "e8m0" and layout.name != "fp8" else tensor.view(fmt.scale_dtype)
 
 
 # ---------------------------------------------------------------- configurations

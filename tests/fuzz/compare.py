@@ -104,7 +104,8 @@ class Fuzzer:
             inputs = [
                 fill(modules, program, draw, self.device, self.dtype, shape_rows) for shape_rows in row_counts(program)
             ]
-            halve_until_finite(module, program, inputs, modules)
+            if draw != "grid":  # there equal bits count, of infinities, too
+                halve_until_finite(module, program, inputs, modules)
             wrong = None
             for number, values in enumerate(inputs):
                 got = results_of(compiled, program, values, modules)

@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -115,11 +117,12 @@ class Squares(Block):
     @classmethod
     def tensors(cls, weight, kind):
         codes, scales, meaning = float8(weight, cls.block, powers_of_two=True)
-        return {"weight": codes, "weight_scale_inv": scales.to(torch.float8_e8m0fnu).view(torch.uint8)}, meaning
+        scales = scales.to(torch.float8_e8m0fnu)
+        return {"weight": codes, "weight_scale_inv": scales.view(torch.uint8) if kind == "mxfp8" else scales}, meaning
 
 
 class Mxfp8(Squares):
-    """One E8M0 scale for 32 elements of the weight, and of a token, as MiniMax-M3's."""
+    """One E8M0 scale, as a byte, for 32 elements of the weight, and of a token, as MiniMax-M3's."""
 
     formats, block = ("mxfp8", "mxfp8"), (1, 32)
     fp8 = Squares.fp8 | {"weight_block_size": [1, 32]}
@@ -378,7 +381,11 @@ def test_scales_that_are_no_powers_of_two_are_refused_where_they_should_be(tmp_p
 @pytest.mark.parametrize(
     ("library", "change", "message"),
     [
-        ("fp8", {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\], .* or null"),
+        (
+            "fp8",
+            {"weight_block_size": [64, 128]},
+            r"weight_block_size: expected \[128, 128\], \[1, 32\], \[32, 32\] or null",
+        ),
         ("fp8", {"weight_block_size": [32, 32]}, "scale_fmt: expected 'ue8m0', got 'float'"),
         ("fp8", {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
         ("fp8", {"expert_dtype": "int4"}, "expert_dtype: expected 'fp8' or 'fp4', got 'int4'"),
@@ -446,7 +453,15 @@ def experts_model():
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **MIXTRAL), dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize(("recipe", "layout"), [("mxfp8", "mxfp8"), ("mxfp8_32x32", "fp8")])
+knows_mxfp8 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.12.0"),
+    reason="from_pretrained of transformers 5.8.0 to 5.11.0 (seven were tried) does not know the quant_method mxfp8",
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [pytest.param("mxfp8", "mxfp8", marks=knows_mxfp8), ("mxfp8_32x32", "fp8")]
+)
 def test_transformers_reads_mx_blocks_that_were_written_as_the_same_weights(recipe, layout, tmp_path):
     """On a CPU it dequantises them."""
     model = experts_model()
