@@ -10,8 +10,8 @@ The values, and the ends of groups, are the same. The order of equal scores is t
 a top-k may return, and the chosen experts are those of ATen on a GPU. Sorted numbers are in the order of a stable sort,
 one of those that an unstable sort may return, and the one that ATen's radix sort returns on a GPU.
 
-A training step may compute an order twice, in its forward and in its backward graph, and only one of them might depend
-on it as this pass asks. So what is replaced there is what ATen orders in the same way.
+A training step may compute an order twice, in its forward and in its backward graph, and this pass might find only one
+of the two. So in training it replaces only what ATen orders in the same way.
 
 Entry: `rank_tokens(graph)`, on a forward, backward or inference graph after the partitioner.
 """

@@ -48,9 +48,9 @@ def export_packed(
         MXFP4 and FP8 with global or row scales, different ones in different layers. Both take weights alone in FP8
         blocks of 128; compressed-tensors also such blocks of weights and activations, dynamic global scales, and
         weights alone in MXFP8, MXFP4 and FP8. "fp8": DeepSeek's and transformers', which takes FP8 in blocks of 128 or
-        with global scales, or MXFP8 weights in blocks of 32x32, the same in all layers. "mxfp8": the same with MXFP8
-        weights and activations, as MiniMax-M3. "mxfp4": gpt-oss', which takes experts in MXFP4 that the model stores
-        as [experts, in, out]. Its files have no format of activations.
+        with global scales, or MXFP8 weights in blocks of 32x32, one scheme in all layers. "mxfp8": MiniMax-M3's, which
+        takes MXFP8 weights and activations. "mxfp4": gpt-oss', which takes experts in MXFP4 that the model stores as
+        [experts, in, out]. Its files have no format of activations.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
     The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json with a quantization_config. Codes
@@ -257,7 +257,7 @@ def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor, i
         return tensor.reshape(1) if layout.divides else tensor
     if buffer == "weight_data":
         return tensor[:, : ceil_div(in_features, 2) if fmt.packed else in_features].contiguous().view(fmt.data_dtype)
-    # Bytes of E8M0 are what these libraries write, except DeepSeek: transformers 5.10.1 takes its bytes for numbers.
+    # Files hold E8M0 scales as bytes. In DeepSeek's layout, transformers 5.10.1 would take such bytes for numbers.
     return tensor if fmt.scale == "e8m0" and layout.name != "fp8" else tensor.view(fmt.scale_dtype)
 
 
