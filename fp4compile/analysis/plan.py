@@ -179,13 +179,14 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, tra
     if gemm.packed is not None:
         a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
         product = scaled_mm_of(gemm.node)
-        return Decision(gemm, a=a, b=b, tier=product.choice.tier if product.on_gpu else "reference")
+        tier = product.choice.tier if product.on_gpu else "reference"
+        return Decision(gemm, a=a, b=b, tier=tier, note=_overruled(gemm, recipe, a, b))
     reason = gemm.unsupported or _unfit(gemm, meta)
     if reason is not None:
         return Decision(gemm, reason)
     weight = gemm.packed_weight
     if weight is not None and not is_gathered(weight.source):
-        return _of_packed_experts(gemm, weight, meta)
+        return _of_packed_experts(gemm, weight, recipe, meta)
     layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
     dequantised = False
     if layer_recipe is not None and not layer_recipe.quantizes(gemm.product):
@@ -312,7 +313,7 @@ def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
     return None
 
 
-def _of_packed_experts(gemm: Gemm, weight: GemmOperand, meta: Target | None) -> Decision:
+def _of_packed_experts(gemm: Gemm, weight: GemmOperand, recipe: Recipe, meta: Target | None) -> Decision:
     """The decision for packed weights; the recipe that packed them also chose the activation's format."""
     packed = expert_weights_of(weight.source)
     of_weight = Treatment(packed.weights.format.name, layout=packed.layout)
@@ -320,7 +321,19 @@ def _of_packed_experts(gemm: Gemm, weight: GemmOperand, meta: Target | None) -> 
     if packed.activation is not None:
         of_activation = Treatment(packed.activation, packed.activation_outer, layout=packed.layout)
     a, b = (of_weight, of_activation) if weight is gemm.a else (of_activation, of_weight)
-    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta))
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta), note=_overruled(gemm, recipe, a, b))
+
+
+def _overruled(gemm: Gemm, recipe: Recipe, a: Treatment | None, b: Treatment | None) -> str | None:
+    """A note about the rule for a packed layer, if the rule would skip it or give it other formats; None otherwise."""
+    rule = recipe.rule_for(gemm.module)
+    if rule is None or rule.action == "quantize":
+        return None
+    chosen = None if rule.action == "skip" else named(rule.action)
+    wanted = set() if chosen is None else {chosen.fprop_x, chosen.fprop_w} - {None}
+    if wanted == {one.format for one in (a, b) if one is not None}:
+        return None
+    return f"rule {rule.pattern!r} has no effect: pack_ has fixed the formats"
 
 
 def _is_batch(operand: GemmOperand) -> bool:

@@ -185,6 +185,18 @@ def test_a_packed_model_has_the_names_of_its_layers():
     assert said == [] and report.unmatched_rules() == ()
 
 
+def test_a_rule_cannot_change_a_packed_layer_and_the_report_has_a_note():
+    """No note where the rule wants what the layer has, as the rules of the recipe that packed it."""
+    model = Broken()
+    rules = [("layers.0.up", "skip"), ("layers.0.down", "mxfp4"), ("layers.1.up", "mxfp8"), ("*", "quantize")]
+    fp4compile.pack_(model, "mxfp8")
+    report, _ = run(rules, model)
+    texts = {f"layers.0.{name}": f"rule 'layers.0.{name}' has no effect: pack_ has fixed the formats"
+             for name in ("up", "down")}  # fmt: skip
+    assert {row.name or row.module: row.note for row in report.rows if row.note} == texts
+    assert len(report.quantised) == 5 and f"{texts['layers.0.up']}: layers.0.up" in flat(report)
+
+
 def test_layers_that_a_function_closes_over_are_not_judged_early():
     layer, backend = torch.nn.Linear(64, 64), fp4compile.backend("mxfp8", strict=True, rules=[("layer", "mxfp4")])
     torch.compile(lambda x: layer(x), backend=backend)(torch.ones(4, 64))

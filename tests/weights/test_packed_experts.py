@@ -149,6 +149,14 @@ def test_the_report_is_that_of_unpacked_experts():
     assert before == after and [row.category for row in after] == ["experts"] * 2
 
 
+def test_a_rule_cannot_skip_packed_experts():
+    model, _ = packed(Around(Forms(True)), "nvfp4")
+    _, decisions = captured(model, replace(recipe_of("nvfp4"), rules=(("experts*", "skip"),)), tokens())
+    assert {(d.reason, d.note) for d in decisions} == {
+        (None, "rule 'experts*' has no effect: pack_ has fixed the formats")
+    }
+
+
 # ---------------------------------------------------------------- what is packed
 
 
