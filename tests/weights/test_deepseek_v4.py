@@ -172,6 +172,40 @@ def test_what_was_read_is_saved_and_read_again(tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+@reads_experts
+@pytest.mark.parametrize("method", ["fp8", "mxfp8"])
+def test_experts_may_be_nvfp4(tmp_path, method):
+    """As NVIDIA publishes them: ModelOpt's own file names the experts alone. "mxfp8" names its other layers so, too."""
+    written(tmp_path / "made", block=32 if method == "fp8" else 128)
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    experts = [name.removesuffix(".scale") for name in tensors if re.search(r"^layers.*\.experts\..*\.scale$", name)]
+    for layer in experts:
+        tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].view(torch.uint8)
+        scales = tensors.pop(f"{layer}.scale").float().repeat_interleave(2, 1).mul(64)  # exact in E4M3
+        tensors[f"{layer}.weight_scale"] = scales.to(torch.float8_e4m3fn)
+        tensors |= {f"{layer}.weight_scale_2": torch.tensor(1 / 64), f"{layer}.input_scale": torch.ones(())}
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    config["quantization_config"] |= {"quant_method": method, "moe_quant_algo": "NVFP4", "group_size": 16}
+    if method == "mxfp8":  # one scale for 32 elements
+        config["quantization_config"]["weight_block_size"] = [1, 32]
+        for name in [name for name in tensors if name.endswith(".scale") and name.startswith("layers")]:
+            tensors[name] = tensors[name].view(torch.uint8).repeat_interleave(128, 0).repeat_interleave(4, 1)
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    own = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {layer: {"quant_algo": "NVFP4"} for layer in experts}}
+    (tmp_path / "made" / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    assert "nvfp4 weights, nvfp4 activations with a static scale" in _formats_of(tmp_path / "made")
+    with pytest.warns(UserWarning):
+        model = by_load_packed(tmp_path / "made")
+    written(tmp_path / "plain", block=32 if method == "fp8" else 128)
+    with pytest.warns(UserWarning):
+        expected = by_load_packed(tmp_path / "plain")
+    packed, wanted = packed_modules(model), packed_modules(expected)
+    found = {(one.layer_format.weight, one.layer_format.activation_outer) for one in packed.values()}
+    assert found == {("nvfp4", 1.0), ("mxfp8_32x32" if method == "fp8" else "mxfp8", None)}
+    assert all(torch.equal(one.read(), wanted[name].read()) for name, one in packed.items())
+
+
 def smaller(tensors):
     tensors["layers.0.attn.wo_a.weight"] = torch.zeros(128, 128).to(torch.float8_e4m3fn)
     tensors["layers.0.attn.wo_a.scale"] = torch.ones(1, 1)

@@ -323,6 +323,16 @@ def test_deepseeks_layers_in_a_mixed_checkpoint_of_modelopt(tmp_path, algorithm)
     assert f"float8_128x128 weights, {expected}" in _formats_of(tmp_path / "made")
 
 
+def test_minimax_layers_in_a_mixed_checkpoint_of_modelopt(tmp_path):
+    """As NVIDIA publishes MiniMax-M3: MXFP8 as it was, and experts in NVFP4."""
+    kind = type("Mixed", (Mxfp8,), {"modelopt": {"quant_algo": "MXFP8"}})
+    _, meant = written(tmp_path / "made", fresh_model(), "modelopt", {Q: kind, DOWN: NVFP4})
+    model = loaded(tmp_path / "made")
+    for name, meaning in meant.items():
+        assert torch.equal(model.get_submodule(name).weight, meaning), name
+    assert model.get_submodule(Q).layer_format.activation == "mxfp8"
+
+
 @pytest.mark.parametrize("kind", [Tensor, Row, Block])
 def test_reciprocals_of_scales_are_refused(tmp_path, kind):
     library, name = ("fp8", "weight_scale_inv") if kind is Block else ("modelopt", "weight_scale")
@@ -390,6 +400,7 @@ def test_scales_that_are_no_powers_of_two_are_refused_where_they_should_be(tmp_p
         ("fp8", {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
         ("fp8", {"expert_dtype": "int4"}, "expert_dtype: expected 'fp8' or 'fp4', got 'int4'"),
         ("fp8", {"fmt": "e5m2"}, "fmt: expected 'e4m3'"),
+        ("fp8", {"moe_quant_algo": "INT4"}, "moe_quant_algo: expected 'MXFP4' or 'NVFP4', got 'INT4'"),
         ("compressed-tensors", {"block_structure": [64, 64]}, "expected symmetric floats of"),
     ],
 )

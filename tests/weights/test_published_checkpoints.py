@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp4compile
 from fp4compile.recipe import named
+from fp4compile.weights.buffers import LayerFormat
 from fp4compile.weights.linear import PackedLinear
 from fp4compile.weights.published.conventions import inverted
 from tests.helpers.checkpoints import DATA, E2M1, bits, decoded, tensors_of
@@ -308,8 +309,21 @@ def test_a_checkpoint_named_nvfp4_whose_groups_quantise_no_activations_has_weigh
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "group_size": 16}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="input_scale' is missing"):
-        loaded(folder)
+    with pytest.warns(UserWarning, match="^7 static scales of activations, such as '.*input_scale', are missing"):
+        model = loaded(folder)
+    assert model.get_submodule(DOWN).layer_format == LayerFormat("nvfp4", "nvfp4")
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_modelopts_activations_may_be_dynamic(tmp_path):
+    shutil.copytree(DATA / "modelopt_nvfp4", tmp_path / "made")
+    configure(activation_scheme="dynamic")(tmp_path / "made", {})
+    tensors = {name: one for name, one in tensors_of(tmp_path / "made").items() if not name.endswith("input_scale")}
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    assert loaded(tmp_path / "made").get_submodule(DOWN).layer_format == LayerFormat("nvfp4", "nvfp4")
+    configure(activation_scheme="token")(tmp_path / "made", {})
+    with pytest.raises(ValueError, match="activation_scheme: expected 'static' or 'dynamic', got 'token'"):
+        loaded(tmp_path / "made")
 
 
 def test_static_scales_of_activations_that_are_not_quantised_are_left_out(tmp_path):

@@ -175,6 +175,20 @@ def test_formats_that_the_configuration_gives_to_all_experts_of_a_layer(tmp_path
     equal_weights(loaded(tmp_path / "mixed"), loaded())
 
 
+def test_experts_without_activation_scales_take_the_largest_of_the_others(tmp_path):
+    """As ModelOpt writes experts that no token of the calibration reached."""
+    folder, tensors = tmp_path / "lacks", tensors_of(MIXTRAL)
+    shutil.copytree(MIXTRAL, folder)
+    scales = {expert: tensors[f"{FILE}.{expert}.w2.input_scale"].item() for expert in range(3)}
+    for gone, expected in (("1", max(scales[0], scales[2])), ("02", None)):
+        for expert in gone:
+            del tensors[f"{FILE}.{expert}.w2.input_scale"]
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.warns(UserWarning, match=rf"such as '{FILE}\..\.w2.input_scale', are missing"):
+            down = loaded(folder).get_submodule(f"{MODEL}.down_proj_packed")
+        assert down.layer_format.activation == "nvfp4" and down.layer_format.activation_outer == expected
+
+
 def compressed_by_hand(folder):
     """DeepSeek-V3 as compressed-tensors would write it, with the names that transformers writes."""
     torch.manual_seed(0)
@@ -297,7 +311,6 @@ BROKEN = [
     (without("2"), rf"tensor '{FILE}.2.w1.weight' is missing"),
     (without("0.w3"), rf"tensor '{FILE}.0.w3.weight' is missing"),
     (lambda t: t.pop(f"{FILE}.1.w2.weight_scale"), rf"tensor '{FILE}.1.w2.weight_scale' is missing"),
-    (lambda t: t.pop(f"{FILE}.1.w2.input_scale"), rf"tensor '{FILE}.1.w2.input_scale' is missing"),
     (lambda t: t.pop(f"{PLAIN}.1.w2.weight"), rf"tensor '{PLAIN}.1.w2.weight' is missing"),
     (lambda t: t.update({f"{PLAIN}.1.w2.weight": torch.zeros(16, 16)}), rf"layer '{PLAIN}.1.w2': the file has out and"),
     (lambda t: t.update({f"{PLAIN}.1.w2.weight": torch.ones(32, 16).half()}), rf"{PLAIN}.0.w2' and '{PLAIN}.1.w2' are"),
@@ -310,7 +323,7 @@ BROKEN = [
     (lambda t: t.update({f"{FILE}.1.w1.weight_shift": torch.ones(1)}), rf"the model has no '{FILE}.1.w1.weight_shift'"),
     (changed("1.w3.weight_scale", with_nan), rf"tensor '{FILE}.1.w3.weight_scale': has scales that are NaN"),
     (changed("1.w3.weight_scale_2", lambda t: 1 / t), rf"'{FILE}.1.w3.weight_scale_2': .*looks like a divisor"),
-    (unquantised, rf"layers '{FILE}.0.w1' and '{FILE}.1.w3' are nvfp4 with static .* and torch.float32"),
+    (unquantised, rf"layers '{FILE}.0.w1' and '{FILE}.1.w3' are nvfp4 with activations in nvfp4 and torch.float32"),
     (one_more, rf"the model has no '{FILE}.3.w"),
     (plain_twice, rf"the experts '{FILE}' and another tensor are both '{MODEL}.down_proj' of the model"),
     (router_twice, r"are both 'model.layers.0.mlp.gate.weight' of the model"),

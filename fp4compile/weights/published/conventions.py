@@ -26,6 +26,7 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.reference import E4M3_MAX, NVFP4_MAX
 from fp4compile.recipe import Recipe
 from fp4compile.weights.buffers import LayerFormat
+from fp4compile.weights.published.expert_names import expert_of
 from fp4compile.weights.published.gpt_oss import MXFP4, has_mxfp4_experts, read_mxfp4_experts
 from fp4compile.weights.published.quantization_config import (
     Scheme,
@@ -98,8 +99,8 @@ MXFP8 = replace(FP8, name="mxfp8", schemes=mxfp8_schemes)
 _OTHER_NAMES: tuple[dict[str, Any], ...] = (
     {"scales": "weight_scale", "float8_activation": "input_scale"}, {"scales": "scale"}, {"scales": "qscale_weight"},
 )  # fmt: skip
-# DeepSeek's layers of a mixed checkpoint, left as they were published.
-_DEEPSEEK_IN_MODELOPT = replace(MODELOPT, scales="weight_scale_inv")
+# DeepSeek's and MiniMax' layers of a mixed checkpoint, left as they were published.
+_AS_PUBLISHED_IN_MODELOPT = replace(MODELOPT, scales="weight_scale_inv")
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8, MXFP8)}  # by quant_method
 
 
@@ -126,14 +127,15 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
         or (name.endswith(".weight") and (tensor.dtype in (torch.uint8, torch.int8) or is_byte_float(tensor.dtype)))
     }
     in_fp4 = {name.rpartition(".")[0] for name, tensor in tensors.items()
-              if name.endswith(".weight_packed") or tensor.dtype == torch.int8}  # fmt: skip
+              if name.endswith((".weight_packed", ".weight_scale_2")) or tensor.dtype == torch.int8}  # fmt: skip
     with naming(checkpoint.folder / file):
         scheme_of = layout.schemes(config).of
         schemes = {layer: scheme_of(layer, layer in in_fp4) for layer in sorted(packed)}
         fused = {name: scheme_of(name, False) for name in sorted(tensors)
                  if _fused_name(layout, name, layout.scales) in tensors and not name.endswith(".weight")}  # fmt: skip
     with naming(checkpoint.path):
-        _leave_activation_scales(layout, schemes, fused, tensors)
+        _match_activation_scales(layout, schemes, tensors, fused=False)
+        _match_activation_scales(layout, fused, tensors, fused=True)
         layers = {
             layer: _take(_of_layer(layout, scheme, layer, tensors), scheme, layer, tensors)
             for layer, scheme in schemes.items()
@@ -167,9 +169,10 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
     with naming(checkpoint.folder / CONFIG):
         holder = _holder(checkpoint.configs)
         config = member(holder, "quantization_config", dict, {})
-        if modelopt:  # only the other file tells which activations are quantised
-            return MODELOPT, HF_QUANT_CONFIG, {"config_groups": config.get("config_groups"), **modelopt}
         layout = LAYOUTS.get(member(config, "quant_method", str, ""))
+        mixed = layout in (FP8, MXFP8) and config.get("moe_quant_algo") is not None  # the other file lacks FP8 layers
+        if modelopt and not mixed:  # only the other file tells which activations are quantised
+            return MODELOPT, HF_QUANT_CONFIG, {"config_groups": config.get("config_groups"), **modelopt}
     if layout is None and any(name.endswith(".weight_data") for name in checkpoint.tensors):
         raise ValueError(
             f"{checkpoint.path}: holds the state dict of a packed model. If fp4compile.save_packed wrote it, pass the "
@@ -191,29 +194,44 @@ def _holder(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return text if isinstance(text, dict) and "quantization_config" not in config else config
 
 
-def _leave_activation_scales(
-    layout: Layout, schemes: dict[str, Scheme], fused: dict[str, Scheme], tensors: dict[str, torch.Tensor]
+def _match_activation_scales(
+    layout: Layout, schemes: dict[str, Scheme], tensors: dict[str, torch.Tensor], fused: bool
 ) -> None:
-    """Skip, with a warning, static scales of activations that a layer does not quantise.
+    """Make the schemes of layers (fused: of experts in one tensor) those of a file's static scales of activations.
 
-    Published checkpoints call layers W4A16_NVFP4 that were calibrated as NVFP4.
+    Published checkpoints call layers W4A16_NVFP4 that were calibrated as NVFP4. They lack all scales, or those of
+    experts that no token of the calibration reached. Warns of scales that are not used or missing.
     """
-    suffixes = {layout.activation_outer, layout.float8_activation} - {""}
-    found = [f"{name}.{one}" for name, scheme in schemes.items() if scheme.activation is None for one in suffixes]
-    found += [_fused_name(layout, name, one) for name, scheme in fused.items() if scheme.activation is None
-              for one in suffixes]  # fmt: skip
-    if unused := [name for name in found if tensors.pop(name, None) is not None]:
+    names = {}
+    for layer, scheme in schemes.items():
+        own = layout if fused else _of_layer(layout, scheme, layer, tensors)
+        suffix = own.tensor_names(replace(scheme, static=True))["activation_outer"]
+        names[layer] = _fused_name(own, layer, suffix) if fused else f"{layer}.{suffix}"
+    static = [layer for layer, scheme in schemes.items() if scheme.static]
+    unused = [name for layer, name in names.items()
+              if not schemes[layer].static and tensors.pop(name, None) is not None]  # fmt: skip
+    missing = [layer for layer in static if names[layer] not in tensors]
+    if len(missing) < len(static):  # a layer alone may have lost its scale
+        missing = [layer for layer in missing if expert_of(layer) is not None]
+    schemes |= {layer: replace(schemes[layer], static=False) for layer in missing}
+    if unused:
         warnings.warn(f"{len(unused)} scales of activations, such as {unused[0]!r}, are not used: by the configuration "
-                      "these layers do not quantise activations", stacklevel=5)  # fmt: skip
+                      "these layers have no static ones", stacklevel=5)  # fmt: skip
+    if missing:
+        warnings.warn(f"{len(missing)} static scales of activations, such as {names[missing[0]]!r}, are missing: they "
+                      "are computed at each call, and experts take the largest of their layer's others",
+                      stacklevel=5)  # fmt: skip
 
 
 def _of_layer(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> Layout:
     """The layout of one layer. FP8 scales have several names, and the name in the file tells the layout."""
     others: tuple[Layout, ...] = ()
     if layout in (FP8, MXFP8):
+        if is_nvfp4(formats.get(scheme.weight)):
+            return MODELOPT
         others = tuple(replace(layout, **names) for names in _OTHER_NAMES)
-    elif layout is MODELOPT and scheme.weight == "float8_128x128":
-        others = (_DEEPSEEK_IN_MODELOPT,)
+    elif layout is MODELOPT and scheme.weight in ("float8_128x128", "mxfp8"):
+        others = (_AS_PUBLISHED_IN_MODELOPT,)
     return next((one for one in (layout, *others) if f"{layer}.{one.scales}" in tensors), layout)
 
 

@@ -220,7 +220,7 @@ def _put_together(model: nn.Module, experts: Experts, contents: Contents, found:
             found.tensors[f"{packed_name(experts.name)}.{buffer}"] = join(contents, layers, buffer)
     outers = {state["activation_outer"] for state in states}
     found.experts[experts.name] = states[0] | {
-        "activation_outer": None if None in outers else max(outers), "out_features": outer, "experts": count,
+        "activation_outer": max(outers - {None}, default=None), "out_features": outer, "experts": count,
         "in_first": False,
     }  # fmt: skip
     return outers
@@ -297,8 +297,7 @@ def _format(contents: Contents, layer: str) -> str:
     state = contents.layers.get(layer)
     if state is None:
         return f"{contents.tensors[f'{layer}.weight'].dtype}"
-    scale = "dynamic" if state["activation_outer"] is None else "static"
-    return f"{state['weight']} with {scale} activations in {state['activation']}"
+    return f"{state['weight']} with activations in {state['activation']}"
 
 
 def _stacked(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:

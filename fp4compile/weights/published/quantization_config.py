@@ -51,6 +51,14 @@ def member(holder: dict[str, Any], key: str, kind: type, default: Any = None) ->
     return value
 
 
+def _one_of(holder: dict[str, Any], key: str, *allowed: str) -> str:
+    """The value of a key, one of `allowed`; the first of these where it is absent. Raises ValueError for another."""
+    value = member(holder, key, str, allowed[0])
+    if value not in allowed:
+        raise ValueError(f"{key}: expected {' or '.join(map(repr, allowed))}, got {short(value)}")
+    return value
+
+
 # ---------------------------------------------------------------- ModelOpt
 
 MODELOPT_SCHEMES = {
@@ -73,12 +81,14 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
 
     groups = member(config, "config_groups", dict, {})
     weights_alone = bool(groups) and not any(member(groups, name, dict, {}).get("input_activations") for name in groups)
+    dynamic = _one_of(config, "activation_scheme", "static", "dynamic") == "dynamic"
 
     def scheme_of(layer: str, packed: bool) -> Scheme:
         if not mixed:
             scheme = _modelopt_scheme(layer, config)
             # Published checkpoints call themselves "NVFP4" although no group of theirs quantises activations.
-            return replace(scheme, activation=None, static=False) if scheme.static and weights_alone else scheme
+            scheme = replace(scheme, activation=None) if scheme.static and weights_alone else scheme
+            return replace(scheme, static=scheme.static and not (weights_alone or dynamic))
         place = expert_of(layer)
         holder = layer.rpartition(".")[0] if place is None else place[0]  # experts may share its entry
         entry = member(layers, layer if layer in layers else holder, dict)
@@ -219,8 +229,9 @@ def _compressed_format(arguments: dict[str, Any] | None) -> str | None:
 POWERS_OF_TWO = Scheme("e4m3:128x128:float32:-:te_pow2", "e4m3:1x128:float32:-:te_pow2")
 # Blocks with E8M0 scales are MX: of quant_method "mxfp8" (MiniMax-M3), and DeepSeek-V4.1's.
 MX_BLOCKS = {"mxfp8": [1, 32], "mxfp8_32x32": [32, 32]}
-# Experts of DeepSeek-V4. Its own code has a scale for 128 elements of activations; four in its place lose less.
-_FP4_EXPERTS = Scheme("mxfp4", "mxfp8")
+# Experts by `moe_quant_algo`. DeepSeek-V4's are MXFP4; its own code has a scale for 128 elements of activations, and
+# four in its place lose less. NVIDIA's versions of it, and of MiniMax-M3, have NVFP4 in ModelOpt's layout.
+_FP4_EXPERTS = {"MXFP4": Scheme("mxfp4", "mxfp8"), "NVFP4": MODELOPT_SCHEMES["NVFP4"]}
 
 
 def float8_schemes(config: dict[str, Any]) -> Schemes:
@@ -229,23 +240,20 @@ def float8_schemes(config: dict[str, Any]) -> Schemes:
     mx = next((Scheme(name, "mxfp8") for name, known in MX_BLOCKS.items() if block == known), None)
     if block not in (None, [128, 128]) and mx is None:
         raise ValueError(f"weight_block_size: expected [128, 128], [1, 32], [32, 32] or null, got {short(block)}")
-    scheme, allowed = member(config, "activation_scheme", str, "dynamic"), ("dynamic", "static")
-    experts = member(config, "expert_dtype", str, "fp8")
-    for key, value, known in (
-        ("activation_scheme", scheme, allowed if block is None else allowed[:1]),
-        ("fmt", member(config, "fmt", str, "e4m3"), ("e4m3",)),
-        ("expert_dtype", experts, ("fp8", "fp4")),
-        ("scale_fmt", member(config, "scale_fmt", str, "float"), ("float", "ue8m0") if mx is None else ("ue8m0",)),
-    ):
-        if value not in known:
-            raise ValueError(f"{key}: expected {' or '.join(map(repr, known))}, got {value!r}")
+    static = _one_of(config, "activation_scheme", "dynamic", *["static"] * (block is None)) == "static"
+    _one_of(config, "fmt", "e4m3")
+    scale_fmt = _one_of(config, "scale_fmt", "float", "ue8m0")
+    if mx is not None and scale_fmt != "ue8m0":
+        raise ValueError(f"scale_fmt: expected 'ue8m0', got {scale_fmt!r}, for weight_block_size {block}")
+    fp4 = _one_of(config, "expert_dtype", "fp8", "fp4") == "fp4" or config.get("moe_quant_algo") is not None
+    experts = _FP4_EXPERTS[_one_of(config, "moe_quant_algo", *_FP4_EXPERTS)]
     if mx is not None:
         found = mx
     elif block is None:
-        found = Scheme("float8_tensor", "float8_tensor", static=scheme == "static")
+        found = Scheme("float8_tensor", "float8_tensor", static)
     else:
-        found = POWERS_OF_TWO if config.get("scale_fmt") == "ue8m0" else Scheme("float8_128x128", "float8_1x128")
-    others = [_FP4_EXPERTS] if experts == "fp4" else []
+        found = POWERS_OF_TWO if scale_fmt == "ue8m0" else Scheme("float8_128x128", "float8_1x128")
+    others = [experts] if fp4 else []
     return Schemes(lambda layer, packed: others[0] if packed and others else found, lambda: [found, *others])
 
 
