@@ -230,6 +230,15 @@ class PackedWeight(nn.Module):
         )
 
     @property
+    def weight_dtype(self) -> torch.dtype:
+        """See the class. It is kept as a name, because torch's stored graphs lose dtypes that are attributes."""
+        return getattr(torch, self._weight_dtype)
+
+    @weight_dtype.setter
+    def weight_dtype(self, dtype: torch.dtype) -> None:
+        self._weight_dtype = str(dtype).removeprefix("torch.")
+
+    @property
     def scale_layout(self) -> str:
         """The current layout of the block scales, "linear" or "swizzled"."""
         return layout_of(self.weight_scales, experts=self.experts is not None)
@@ -277,6 +286,8 @@ class PackedWeight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "weight_dtype" in vars(self):  # of older pickles
+            self.weight_dtype = self.__dict__.pop("weight_dtype")
         outer = self._buffers.get("weight_outer")
         if outer is not None:  # older pickles have it as integers, and no buffer for the description
             self._buffers["weight_outer"] = outer.view(torch.float32)

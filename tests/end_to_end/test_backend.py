@@ -291,6 +291,22 @@ def test_graphs_that_are_stored_in_a_file(tmp_path):
         assert torch.equal(stored(model, x), compiled(x))
 
 
+@not_under_torch_2_11("stores no compiled module")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_static"])
+def test_graphs_of_packed_models_that_are_stored_in_a_file(recipe, tmp_path):
+    model, x = MLP().bfloat16(), torch.randn(4, 64).bfloat16()
+    recipe = fp4compile.calibrate(model, [x], recipe) if recipe == "nvfp4_static" else recipe
+    fp4compile.pack_(model, recipe)
+    compiled = torch.compile(model, backend=fp4compile.backend(recipe), fullgraph=True)
+    with torch.no_grad():
+        compiled.forward.aot_compile(((x,), {})).save_compiled_function(tmp_path / "graph")
+        with (tmp_path / "graph").open("rb") as file:
+            stored = torch.compiler.load_compiled_function(file)
+        assert torch.equal(stored(model, x), model(x))
+        model.bfloat16().down.weight.data.mul_(2)
+        assert torch.equal(stored(model, x), model(x))
+
+
 def test_nothing_matched_warns_once():
     backend = fp4compile.backend("mxfp8")
     compiled = torch.compile(torch.nn.ReLU(), backend=backend, dynamic=False)

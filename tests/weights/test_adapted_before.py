@@ -196,6 +196,8 @@ def test_an_older_pickle_of_a_packed_conv1d_loads():
     values = torch.randn(40, 72)
     old.in_first = True
     old.store(values)
+    vars(old)["weight_dtype"] = torch.float32  # now it is its name
+    del old._weight_dtype
     layer = pickle.loads(pickle.dumps(old))
     assert torch.equal(layer.weight, fp4compile.quantize(values, "mxfp8", dim=0).dequantize())
     with pytest.warns(UserWarning, match="packed them again"):
