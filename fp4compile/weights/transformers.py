@@ -341,8 +341,10 @@ class Fp4CompileQuantizer(HfQuantizer):
         _spare_packed(model, [name for name in state if name.rpartition(".")[2] in BUFFERS])
         return {name: storable(tensor.detach()) for name, tensor in state.items()}, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> nn.Module:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> nn.Module:
         """The model with the dequantised values as parameters, for `model.dequantize()`."""
+        if isinstance(dtype, str):  # save_pretrained leaves a name in the configuration, the default of this dtype
+            dtype = getattr(torch, dtype)
         unpacked(model, requires_grad=True)
         return model if dtype in (None, model.dtype) else model.to(dtype)
 

@@ -159,6 +159,7 @@ def test_dequantize_makes_a_plain_model_of_the_same_weights(make, tmp_path):
     packed = make()
     fp4compile.pack_(packed, "nvfp4_weight_only")
     expected = {name: one.dequantised() for name, one in packed.named_modules() if isinstance(one, PackedWeight)}
+    packed.save_pretrained(tmp_path / "packed")  # leaves a name as the configuration's dtype
     plain = copy.deepcopy(packed).dequantize()  # a copy has attributes of packed layers that a new one lacks
     assert not any(isinstance(module, PackedWeight) for module in plain.modules())
     assert all(parameter.requires_grad for parameter in plain.parameters())
