@@ -134,7 +134,7 @@ def test_layers_are_packed_with_the_weights_that_the_file_means(expert_dtype, sc
     with pytest.warns(UserWarning) as said:
         model = load(tmp_path / "made")
     texts = [str(one.message) for one in said]
-    assert sum("DeepseekV4GroupedLinear, which multiplies in its own way" in text for text in texts) == 1
+    assert sum("DeepseekV4GroupedLinear, which computes in its own way" in text for text in texts) == 1
     assert sum("'mtp.0.ffn.experts.0.w1.scale', are not used" in text for text in texts) == 1
     packed = {name: one.layer_format for name, one in packed_modules(model).items()}
     assert len(packed) == 2 * (4 + 3 + 2) + 1
@@ -216,7 +216,7 @@ def unknown(layer):
 
 
 REFUSED = {
-    "another shape": (smaller, r"o_a_proj': the file has in and out features \(128, 128\)"),
+    "another shape": (smaller, r"o_a_proj': the file has a weight of shape \(128, 128\)"),
     "an unknown tensor": (unknown("wo_a"), "the model has no '.*wo_a.pre_quant_scale'"),
     "an unknown tensor of a packed layer": (unknown("wo_b"), "the model has no '.*wo_b.pre_quant_scale'"),
 }

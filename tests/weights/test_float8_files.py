@@ -245,6 +245,23 @@ def test_a_layer_whose_class_multiplies_in_its_own_way_is_dequantised(tmp_path):
     assert torch.equal(model.get_submodule(Q).weight, meant[Q])
 
 
+@pytest.mark.parametrize("load", ["load_packed", "from_pretrained"])
+@pytest.mark.parametrize(("library", "kind"), [("fp8", Block), ("modelopt", NVFP4)])
+def test_an_embedding_is_dequantised(tmp_path, library, kind, load):
+    """Qwen3.8-Flash-Next has a table in FP8."""
+    name = "model.embed_tokens"
+    _, meant = written(tmp_path / "made", fresh_model(), library, {Q: kind, name: kind})
+    with pytest.warns(UserWarning, match=f"1 quantised layers, such as '{name}', are read in high .* as Embedding"):
+        if load == "load_packed":
+            model = loaded(tmp_path / "made")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                tmp_path / "made", dtype=torch.float32, quantization_config={"quant_method": "fp4compile"}
+            )
+    assert torch.equal(model.get_submodule(name).weight, meant[name])
+    assert torch.equal(model.get_submodule(Q).weight, meant[Q])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu])
 def test_scales_of_other_dtypes_are_the_same_numbers(tmp_path, dtype):
     tensors, _ = written(tmp_path / "made", fresh_model(), "fp8", {Q: Block})

@@ -18,7 +18,7 @@ from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.ops.quantize import DEQUANTIZE
-from fp4compile.weights.buffers import BUFFERS
+from fp4compile.weights.buffers import BUFFERS, PackedWeight
 from fp4compile.weights.experts import places_of
 from fp4compile.weights.linear import is_linear, sizes
 from fp4compile.weights.published.conventions import DIFFERENT_SCALES
@@ -116,22 +116,22 @@ def _leave_scales(model: nn.Module, contents: Contents, names: PublishedNames) -
 
 
 def _dequantise(modules: dict[str, nn.Module], contents: Contents, names: PublishedNames) -> list[str]:
-    """Replace packed layers for which a model has a subclass of `nn.Linear` by their weights; their names in the model.
+    """Replace packed layers for which a model has an `nn.Embedding`, or a subclass of `nn.Linear`, by their weights.
 
-    A packed layer has no forward of the subclass, such as DeepSeek-V4's product by groups.
+    Returns their names in the model. A packed layer has no forward of the subclass, such as DeepSeek-V4's product by
+    groups.
     """
     found, kinds = [], set()
     for layer, state in list(contents.layers.items()):
         target = names.layer(layer)
         module = modules.get(target.name)
-        if target.leaves or not isinstance(module, nn.Linear) or not is_linear(module):
+        if target.leaves or not isinstance(module, nn.Embedding | nn.Linear) or isinstance(module, PackedWeight):
             continue
         if type(module) is nn.Linear or parametrize.is_parametrized(module):
             continue
-        stored = state["in_features"], state["out_features"]
-        if sizes(module) != stored:
-            raise ValueError(f"layer {target.name!r}: the file has in and out features {stored}, the model "
-                             f"{sizes(module)}")  # fmt: skip
+        stored, own = (state["out_features"], state["in_features"]), tuple(module.weight.shape)
+        if own != stored:
+            raise ValueError(f"layer {target.name!r}: the file has a weight of shape {stored}, the model of {own}")
         buffers = {buffer: contents.tensors.pop(f"{layer}.{buffer}", None) for buffer in BUFFERS}
         del contents.layers[layer]
         data, scales, outer = (buffers[one] for one in ("weight_data", "weight_scales", "weight_outer"))
@@ -142,7 +142,7 @@ def _dequantise(modules: dict[str, nn.Module], contents: Contents, names: Publis
         kinds.add(type(module).__name__)
     if found:
         warnings.warn(f"{len(found)} quantised layers, such as {found[0]!r}, are read in high precision: the model has "
-                      f"them as {', '.join(sorted(kinds))}, which multiplies in its own way", stacklevel=5)  # fmt: skip
+                      f"them as {', '.join(sorted(kinds))}, which computes in its own way", stacklevel=5)  # fmt: skip
     return found
 
 
