@@ -39,7 +39,7 @@ from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.weights.published.expert_modules import in_model, without_unused
 from fp4compile.weights.published.expert_names import PublishedNames, names_of_transformers, without_prefixes
-from fp4compile.weights.published.shards import Contents, naming, read_checkpoint
+from fp4compile.weights.published.shards import Contents, naming, read_checkpoint, read_dtypes
 from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import storable
@@ -97,9 +97,10 @@ class Fp4CompileQuantizer(HfQuantizer):
     """Loads and saves packed models, and packs a model by its configuration's recipe while it is loaded.
 
     waiting: the packed weights of the checkpoint, and the shells in their places. dequantised: the weights of layers of
-    the checkpoint that packed layers cannot replace, by the layers' names. strays: the packed weights that the class
-    lacks without saying so, with the model's block that would have them. unread: the weights to pack as they are read,
-    by the names of their parameters. late: the weights to pack when the model has been loaded.
+    the checkpoint that packed layers cannot replace, with the names of the parameters that share each. strays: the
+    packed weights that the class lacks without saying so, with the model's block that would have them. unread: the
+    weights to pack as they are read, by the names of their parameters. late: the weights to pack when the model has
+    been loaded.
     """
 
     quantization_config: Fp4CompileConfig
@@ -107,7 +108,7 @@ class Fp4CompileQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.waiting: list[tuple[Weight, PackedWeight, _Shell]] = []
-        self.dequantised: dict[str, torch.Tensor] = {}
+        self.dequantised: list[tuple[list[str], torch.Tensor]] = []
         self.strays: dict[str, str] = {}
         self.unread: dict[str, Weight] = {}
         self.late: list[Weight] = []
@@ -154,6 +155,7 @@ class Fp4CompileQuantizer(HfQuantizer):
             weight.put(model, shell)
         self._untie(model)
         if config.recipe is not None:
+            _refuse_codes(checkpoint_files)
             self._await_weights(model)
         return model
 
@@ -167,8 +169,9 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.quantization_config, self.pre_quantized = PublishedConfig(), True
 
     def _untie(self, model: Any) -> None:
-        """Remove the packed weights of the checkpoint from the model's ties: they are parameters no more."""
+        """Remove the packed and dequantised weights of the checkpoint from the model's ties: they are no parameters."""
         packed = {name for weight, *_ in self.waiting for name in weight.parameters}
+        packed.update(*(names for names, _ in self.dequantised))
         tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
         model.all_tied_weights_keys = {name: to for name, to in tied.items() if packed.isdisjoint((name, to))}
 
@@ -187,9 +190,14 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.expected = model._keys_to_ignore_on_load_unexpected
         ignored = set(self.expected or ())
         for name in contents.dequantised:
-            self.dequantised[name] = tensors.pop(f"{name}.weight").to(_device_of(name, device_map))
-            module = model.get_submodule(name)
-            _hide_weight(module, module._parameters.pop("weight"))
+            own = f"{name}.weight"
+            values = tensors.pop(own).to(_device_of(name, device_map))
+            ties = getattr(model, "all_tied_weights_keys", {}).items()
+            tied = {one for pair in ties if own in pair for one in pair} - tensors.keys() - {own}
+            self.dequantised.append(([own, *sorted(tied)], values))
+            for one in self.dequantised[-1][0]:
+                module = model.get_submodule(module_name(one))
+                _hide_weight(module, module._parameters.pop("weight"))
             ignored.update(_published_as(name, False, base))
         for weight in weights:
             packed = weight.empty(model)
@@ -260,10 +268,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         for weight, packed, shell in self.waiting:
             self._fill(model, weight, packed, shell)
         self.waiting.clear()
-        for name, values in self.dequantised.items():
-            module = model.get_submodule(name)
-            del module.weight
-            module.weight = nn.Parameter(values.to(self._kept_dtype(model, f"{name}.weight")))
+        for names, values in self.dequantised:
+            parameter = nn.Parameter(values.to(self._kept_dtype(model, names[0])))
+            for name in names:
+                module = model.get_submodule(module_name(name))
+                del module.weight
+                module.weight = parameter
+            model.all_tied_weights_keys |= dict.fromkeys(names[1:], names[0])
         self.dequantised.clear()
         if self.quantization_config.published:
             model._keys_to_ignore_on_load_unexpected = self.expected
@@ -429,6 +440,15 @@ class _Shell(nn.Module):
     def forward(self) -> torch.Tensor:
         """The weight on the meta device, for code of transformers that would initialise it."""
         return self.weight
+
+
+def _refuse_codes(files: list[str] | None) -> None:
+    """Raise ValueError for FP8 codes in a checkpoint that should have weights: transformers would drop their scales."""
+    for file in files or ():
+        for name, dtype in read_dtypes(Path(file)).items() if file.endswith(".safetensors") else ():
+            if dtype.startswith("F8_"):
+                raise ValueError(f"{file}: tensor {name!r} has codes in {dtype}, and no configuration beside it tells "
+                                 "their scales; a recipe packs weights in high precision")  # fmt: skip
 
 
 def _hide_weight(module: nn.Module, weight: nn.Parameter) -> None:

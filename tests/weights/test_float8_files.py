@@ -245,21 +245,26 @@ def test_a_layer_whose_class_multiplies_in_its_own_way_is_dequantised(tmp_path):
     assert torch.equal(model.get_submodule(Q).weight, meant[Q])
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("load", ["load_packed", "from_pretrained"])
 @pytest.mark.parametrize(("library", "kind"), [("fp8", Block), ("modelopt", NVFP4)])
-def test_an_embedding_is_dequantised(tmp_path, library, kind, load):
+def test_an_embedding_is_dequantised(tmp_path, library, kind, load, tied):
     """Qwen3.8-Flash-Next has a table in FP8."""
     name = "model.embed_tokens"
-    _, meant = written(tmp_path / "made", fresh_model(), library, {Q: kind, name: kind})
+    tensors, meant = written(tmp_path / "made", fresh_model(tie_word_embeddings=tied), library, {Q: kind, name: kind})
+    if tied:
+        del tensors["lm_head.weight"]
+        save_file(tensors, tmp_path / "made" / "model.safetensors")
     with pytest.warns(UserWarning, match=f"1 quantised layers, such as '{name}', are read in high .* as Embedding"):
         if load == "load_packed":
-            model = loaded(tmp_path / "made")
+            model = loaded(tmp_path / "made", tie_word_embeddings=tied)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 tmp_path / "made", dtype=torch.float32, quantization_config={"quant_method": "fp4compile"}
             )
     assert torch.equal(model.get_submodule(name).weight, meant[name])
     assert torch.equal(model.get_submodule(Q).weight, meant[Q])
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu])

@@ -280,6 +280,17 @@ def test_a_recipe_beside_a_folder_that_says_how_its_layers_multiply_is_refused(t
         fp4compile.load_packed(llama(), tmp_path, recipe="mxfp8")
 
 
+def test_codes_whose_configuration_is_lost_are_refused(tmp_path):
+    """transformers would cast the codes to weights, and list their scales as unexpected."""
+    llama().save_pretrained(tmp_path)
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors |= {name: (64 * tensors[name]).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"tensor '{name}' has codes in F8_E4M3, and no configuration beside it"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=ORDER)
+
+
 @pytest.mark.parametrize("version", ["4.57.6", "5.8.1"])
 def test_a_transformers_that_is_too_old_says_so(version, tmp_path, monkeypatch):
     """A model is packed, and `save_packed` writes it; `save_pretrained` warns, `from_pretrained` raises."""

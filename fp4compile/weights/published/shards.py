@@ -78,6 +78,12 @@ def read_metadata(file: Path) -> dict[str, str]:
         return opened.metadata() or {}
 
 
+def read_dtypes(file: Path) -> dict[str, str]:
+    """The dtypes of a safetensors file's tensors, as the file names them. Raises ValueError for a broken file."""
+    with _opened(file) as opened:
+        return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 (not a dict)
+
+
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
