@@ -496,7 +496,8 @@ def _published_as(name: str, experts: bool, base: str) -> list[str]:
     name = name.removeprefix(f"{base}.")
     if not experts:
         return [rf"{start}{re.escape(name)}\.(?!bias$)"]
-    return [rf"{start}{re.escape(name)}(_|$)", rf"{start}{re.escape(name.rpartition('.')[0])}\.\d+\."]
+    module = re.escape(name.rpartition(".")[0]).replace(r"\.experts", r"(\.moe)?\.experts")
+    return [rf"{start}{re.escape(name)}(_|$)", rf"{start}{module}\.\d+\."]
 
 
 def _device_of(name: str, device_map: Any) -> Any:

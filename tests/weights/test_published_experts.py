@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import fp4compile
 from fp4compile.weights.experts import PackedExperts
@@ -229,6 +229,40 @@ def test_shared_experts_dense_layers_and_layers_that_the_model_leaves_out(tmp_pa
     assert logits(model).isfinite().all()
     fp4compile.export_packed(model, tmp_path / "again", "compressed-tensors")
     assert bits(tensors_of(tmp_path / "again")) == bits(tensors)
+
+
+GEMMA = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 3,
+         "top_k_experts": 2, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+         "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"], "enable_moe_block": True,
+         "hidden_size_per_layer_input": 0}  # fmt: skip
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="transformers without Gemma 4")
+@pytest.mark.parametrize("about", ["", "moe."])
+def test_separate_experts_of_a_model_that_stores_them_in_one_tensor(about, tmp_path):
+    """As Gemma 4's are quantised: transformers knows no conversion of them."""
+    torch.manual_seed(0)
+    expected = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **GEMMA), dtype=torch.float32)
+    expected.save_pretrained(tmp_path)
+    tensors = tensors_of(tmp_path)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        leaves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for expert, whole in enumerate(tensors.pop(name)):
+            for leaf, part in zip(leaves, whole.chunk(len(leaves)), strict=True):
+                layer = f"{name.rpartition('.')[0].replace('experts', about + 'experts')}.{expert}.{leaf}"
+                tensors[f"{layer}.weight"] = torch.randint(0, 256, (len(part), part.shape[1] // 2), dtype=torch.uint8)
+                tensors[f"{layer}.weight_scale"] = torch.rand(len(part), part.shape[1] // 16).to(torch.float8_e4m3fn)
+                tensors[f"{layer}.weight_scale_2"] = torch.tensor(2.0**-10)
+                part.data.copy_(decoded(tensors, layer))
+            expected.get_parameter(name).data[expert] = whole
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"] and len(experts_of(model)) == 4
+    for one in (model, loaded(tmp_path)):
+        equal_weights(one, expected)
 
 
 NAMES = {

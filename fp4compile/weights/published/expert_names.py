@@ -42,7 +42,7 @@ class PublishedNames:
     renamings, converters: WeightRenamings of transformers, and its WeightConverters for experts. written: the renamings
     that are undone where a model is written. unused: patterns of names that the model may lack. base: the name of the
     base in models with a head, by which checkpoints of the one and of the other differ. present: the names of the
-    model's tensors.
+    model's tensors. gated: those of experts that are [experts, out, in], with gate before up.
     """
 
     renamings: Sequence[Any] = ()
@@ -51,6 +51,7 @@ class PublishedNames:
     unused: Sequence[str] = ()
     base: str = ""
     present: frozenset[str] = frozenset()
+    gated: frozenset[str] = frozenset()
 
     def target(self, name: str) -> ModelTensor:
         """The place in the model of the checkpoint's tensor `name`."""
@@ -59,7 +60,20 @@ class PublishedNames:
             found, pattern = converter.rename_source_key(name)
             if pattern is not None and expert_of(name.removesuffix(".weight")) is not None:
                 return ModelTensor(self._in_class(found), _leaves(converter))
-        return ModelTensor(self._in_class(name))
+        return self._of_gated(name) or ModelTensor(self._in_class(name))
+
+    def _of_gated(self, name: str) -> ModelTensor | None:
+        """The place of an expert's weight without a converter: Gemma 4 has experts in one tensor, and quantisers none.
+
+        Files may have a module `moe` about them, which the model does not have.
+        """
+        prefix, _, leaf = expert_of(name.removesuffix(".weight")) or ("", 0, "")
+        for parameter, leaves in _GATED.items():
+            for place in (prefix, prefix.replace(".moe.experts", ".experts")):
+                found = self._in_class(f"{place}.{parameter}")
+                if leaf in leaves and found in self.gated:
+                    return ModelTensor(found, leaves)
+        return None
 
     def _in_class(self, name: str) -> str:
         """A name with the base's name before it or without, if only so the model has it; otherwise as it is."""
@@ -97,6 +111,10 @@ class PublishedNames:
         return [(converter, converter.reverse_transform()) for converter in self.converters]
 
 
+# The parameters of experts in one tensor, and the layers of separate experts that form each.
+_GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
 def expert_of(layer: str) -> tuple[str, int, str] | None:
     """(prefix, expert number, leaf) of the name of an expert's linear layer; None for other names."""
     prefix, _, rest = layer.rpartition(".")
@@ -128,7 +146,11 @@ def names_of_transformers(model: Any) -> PublishedNames:
     if any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers()):
         unused.append(r"rotary_emb\.inv_freq$")  # each layer had one; transformers skips them, too
     present = frozenset(model.state_dict())
-    return PublishedNames(renamings, converters, written, unused, model.base_model_prefix, present)
+    layout = ("is_concatenated", True), ("has_gate", True), ("is_transposed", False)
+    gated = [path for path, module in model.named_modules()
+             if all(getattr(module, name, None) is value for name, value in layout)]  # fmt: skip
+    named = frozenset(f"{path}.{child}" for path in gated for child in _GATED)
+    return PublishedNames(renamings, converters, written, unused, model.base_model_prefix, present, named)
 
 
 def without_prefixes(conversions: Sequence[Any]) -> list[Any]:
