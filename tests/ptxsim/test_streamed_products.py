@@ -141,7 +141,7 @@ def test_streamed_fp8_of_one_a():
 
 # Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, or their format, how
 # global scales of tokens and of weights are shared; columns and K; rows of a tile, warps, parts of a warp, stages,
-# steps a stage, split, tiles walked together, buffers of A, rows of a narrow tile; None for groups that skinny serves.
+# steps a stage, split, tiles walked together, buffers of A, rows of a narrow tile; or skinny's configuration.
 @pytest.mark.parametrize(("tokens", "sizes", "left", "layout", "outer", "shape", "form"), [
     # Two tiles of rows of B, tiles of A that are walked two together, more stages of A than buffers.
     (None, (0, 1, 65, 3, 0), 2, "swizzled", ("row", "group"), (128, 1408), (16, 4, 1, 2, 1, 1, 2)),
@@ -150,8 +150,12 @@ def test_streamed_fp8_of_one_a():
     (None, (3, *[0] * 31, 238, 0, 0), 33, "square", ("group", "row"), (136, 448), (72, 4, 1, 3, 1, 1, 8, 3, 32)),
     ("nvfp4", (3, 0, 33, 1), 1, "swizzled", ("row", "group"), (64, 192), (16, 4, 1, 2, 2)),
     (None, (0, 40, 3), 2, "mxfp4", (None, None), (72, 448), (32, 4, 1, 2, 1, 1, 8, 3, 16)),
-    (None, (0, 9, 1), 2, "mxfp4", (None, None), (72, 1088), None),
-], ids=["walked", "ragged", "codes", "mxfp4", "few rows of mxfp4"])  # fmt: skip
+    # Two steps a stage and two stages of B, so that each step has its own buffer; buffers of A are used again.
+    (None, (0, 40, 7, 33), 2, "mxfp4", (None, None), (136, 1088), (32, 8, 1, 2, 2, 1, 8, 3, 16)),
+    # One program computes all tiles.
+    (None, (0, 9, 1), 2, "mxfp4", (None, None), (72, 1088), SkinnyConfig(8, 1, 4, 2, 1, 1)),
+    (None, (5, 0, 9, 1), 2, "swizzled", (None, "group"), (104, 1088), SkinnyConfig(8, 2, 4, 1, 1, 1)),
+], ids=["walked", "ragged", "codes", "mxfp4", "mxfp4, two steps", "few rows of mxfp4", "few rows"])  # fmt: skip
 def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, monkeypatch):
     """Bits of the reference. NaN of tokens or weights of one group reach no other; rows of no group are zeros."""
     a, b = operands_of_groups(tokens, len(sizes), sum(sizes) + left, *shape, layout, outer)
@@ -162,16 +166,17 @@ def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, monkey
         b.outer[-1] = torch.nan
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x = Arguments.of(a, b, None, torch.bfloat16, offs=offs, rows=len(a.data))
-    if form is None:  # one program: several write one table, the same values, which the simulator calls a race
-        choices.configured(monkeypatch, "streaming", SkinnyConfig(8, 1, 4, 2, 1, 1))
+    few = isinstance(form, SkinnyConfig)
+    if few:  # of one program: several write one table, the same values, which the simulator calls a race
+        choices.configured(monkeypatch, "streaming", form)
     else:
         choices.configured(monkeypatch, "wgmma_sm90",
                            lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
     simulator = LaunchSimulator(Target(90), Schedule(1))
     with simulator.running():
-        got = multiply(x, choose(problem_of(x, simulator.target), "streaming" if form is None else "wgmma_sm90"))
+        got = multiply(x, choose(problem_of(x, simulator.target), "streaming" if few else "wgmma_sm90"))
     groups = [launch.constants.get("GROUPS") for launch in simulator.launches]
-    assert groups == ([None] if form is None else [len(sizes)] * 2)
+    assert groups == ([None] if few else [len(sizes)] * 2)
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, len(a.data), torch.bfloat16)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 

@@ -138,13 +138,15 @@ def launched(rows, groups, n, k, mxfp8=False):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="asks for launches")
-@pytest.mark.parametrize(("n", "rows", "kernel"), [
-    (4096, 1, "gemm_skinny"), (4096, 32, "gemm_skinny"), (4096, 33, "gemm_wgmma_sm90"),
-    (4096, 2**17, "gemm_wgmma_sm90"), (2048, 64, "gemm_skinny"), (2048, 65, "gemm_wgmma_sm90"),
+@pytest.mark.parametrize(("n", "k", "rows", "kernel"), [
+    (4096, 1024, 1, "gemm_skinny"), (4096, 1024, 32, "gemm_skinny"), (4096, 1024, 33, "gemm_wgmma_sm90"),
+    (4096, 1024, 2**17, "gemm_wgmma_sm90"), (2048, 1024, 64, "gemm_skinny"), (2048, 1024, 65, "gemm_wgmma_sm90"),
+    (4096, 768, 7, "gemm_skinny"), (4096, 768, 8, "gemm_wgmma_sm90"),
 ])  # fmt: skip
-def test_which_kernel_by_rows(n, rows, kernel):
-    """Up to four rows a group on average are streamed, and up to eight where the other kernel has few programs."""
-    assert launched(rows, 8, n, 1024)[-1].kernel.__name__ == kernel
+def test_which_kernel_by_rows(n, k, rows, kernel):
+    """Up to four rows a group on average are streamed, and up to eight where the other kernel has few programs; less
+    than one where K is short."""
+    assert launched(rows, 8, n, k)[-1].kernel.__name__ == kernel
 
 
 @pytest.mark.skipif(INTERPRETING, reason="asks for launches")
@@ -190,7 +192,7 @@ def test_in_a_graph(monkeypatch):
         return by_index, few, packed, scaled_grouped_mm(*many, offs, len(rows), BF16)
 
     fp8, e8m0 = mxfp8.data_dtype, mxfp8.scale_dtype
-    shapes = (((4, 128), BF16), ((4, 32, 64), nvfp4.data_dtype), ((4, 32, 8), nvfp4.scale_dtype), ((4,), torch.int32),
+    shapes = (((4, 1024), BF16), ((4, 32, 512), nvfp4.data_dtype), ((4, 32, 64), nvfp4.scale_dtype), ((4,), torch.int32),
               ((4,), torch.int64), ((1024, 128), fp8), ((1024, 4), e8m0), ((4, 256, 128), fp8), ((4, 256, 4), e8m0)
               )  # fmt: skip
     with FakeTensorMode():

@@ -163,68 +163,101 @@ def is_scales(scales, name):
     return name in scales.split()
 
 
-@triton.jit
-def _scales_of_row(
-    row, step, half, n, k_vectors, SCALES: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """(Offset of one of two words of a row's scales of a step, how many of its bytes exist). half: which word, 0 or 1.
+@triton.constexpr_function
+def _scale_bytes_of_step(scales):
+    """Bytes of a row's scales of a step."""
+    return 4 if is_scales(scales, "e8m0") else 8
 
-    A row's scales may be one word; then both words are that one, or (not EVEN) the second one is not needed.
+
+@triton.constexpr_function
+def _scale_bytes_to_next(scales):
+    """Bytes from a row's scales of a step to those of its next step."""
+    return _scale_bytes_of_step(scales) * (128 if is_scales(scales, "swizzled") else 1)
+
+
+@triton.jit
+def _scales_of_row(row, half, n, k_vectors, SCALES: tl.constexpr, EVEN: tl.constexpr):
+    """(Offset of one of two words of a row's scales of step 0, bytes of the row's scales from there on).
+
+    half: which word, 0 or 1. A row's scales of a step may be one word; then both words are that one, or (not EVEN) the
+    second one is not needed.
     """
-    SWIZZLED: tl.constexpr = is_scales(SCALES, "swizzled")
     if is_scales(SCALES, "e4m3"):
-        word = step * 2 + half
-        if SWIZZLED:
-            at = swizzle(row, 0, tl.cdiv(k_vectors, 2)) + word * 512
+        words = k_vectors // 2  # of a row
+        if is_scales(SCALES, "swizzled"):
+            at = swizzle(row, 0, words) + half * 512
         elif is_scales(SCALES, "square"):
-            at = (row // 16 * (k_vectors // 2) + word) * 4
+            at = (row // 16 * words + half) * 4
         else:
-            at = (row * (k_vectors // 2) + word) * 4
-        left = (k_vectors - word * 2) * 2
-    elif SWIZZLED:
-        at = swizzle(row, 0, tl.cdiv(k_vectors, 4)) + step * 512
-        left = k_vectors - step * 4
+            at = (row * words + half) * 4
+        left = (words - half) * 4
+    elif is_scales(SCALES, "swizzled"):
+        at = swizzle(row, 0, tl.cdiv(k_vectors, 4))
+        left = k_vectors
     else:
-        at = row * k_vectors + step * 4
+        at = row * k_vectors
         if not EVEN:
             at = at // 4 * 4 + half * 4
         left = (row + 1) * k_vectors - at
-    return at, tl.where(row < n, tl.minimum(left, 4), 0)
+    return at, tl.where(row < n, left, 0)
 
 
 @triton.jit
-def copy_weights(
-    buffer, step, wanted, token, lane, row, codes_ptr, scales_ptr, n, k_vectors,
+def weight_sources(
+    lane, row, first, stop, codes_ptr, scales_ptr, n, k_vectors,
     SCALES: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr = False,
 ):  # fmt: skip
-    """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
+    """What a lane copies of a warp's rows `row` to `row + 15` of B [n, K], for `copy_weights`.
 
-    step: number of the 128 elements of K. wanted: whether to copy. row: first row of the warp's 16 rows of B [n, K].
-    k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist. PAIRED: each
-    upper row is followed by its lower row.
+    first: the number of the 128 elements of K that is the copies' step 0. stop: the first step that is not copied.
+    k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of each copied step exist. PAIRED:
+    each upper row is followed by its lower row.
+
+    Returns (address of the upper row's codes, address of a word of scales, both of step 0; the first step that has no
+    codes of the upper row, of the lower row; bytes of scales from their address on). If EVEN, only `stop` ends copies.
     """
     apart: tl.constexpr = 1 if PAIRED else 8  # rows from an upper row to its lower row
     g = lane % 32 // 4
     q = lane % 4
-    codes_vector = step * 4 + q  # of 16 bytes
     upper = row + (2 * g if PAIRED else g)
-    scales_row = upper + q // 2 * apart  # half of the lanes copy the upper rows' scales, half the lower rows'
-    scales, scale_bytes = _scales_of_row(scales_row, step, q % 2, n, k_vectors, SCALES, EVEN)
+    # Half of the lanes copy the upper rows' scales, half the lower rows'.
+    scales, left = _scales_of_row(upper + q // 2 * apart, q % 2, n, k_vectors, SCALES, EVEN)
+    codes = codes_ptr + (upper * k_vectors + (first * 4 + q)).to(tl.int64) * 16
+    scales += first * _scale_bytes_to_next(SCALES)
+    if EVEN:
+        upper_stop, lower_stop = stop, stop
+    else:
+        steps = tl.minimum((k_vectors + 3 - q) // 4 - first, stop)
+        upper_stop = tl.where(upper < n, steps, 0)
+        lower_stop = tl.where(upper + apart < n, steps, 0)
+        left = tl.minimum(left - first * _scale_bytes_of_step(SCALES), stop * _scale_bytes_of_step(SCALES))
+    return codes, scales_ptr + scales, upper_stop, lower_stop, left
+
+
+@triton.jit
+def copy_weights(
+    buffer, step, sources, token, lane, k_vectors,
+    SCALES: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr = False,
+):  # fmt: skip
+    """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
+
+    sources: from `weight_sources`, which says what a step is; the other arguments: as for it.
+    """
+    codes, scales, upper_stop, lower_stop, left = sources
+    g = lane % 32 // 4
+    q = lane % 4
     # In every second pair of rows the halves are exchanged, so that simultaneous reads of lanes are of different banks.
     to_codes = buffer + g * _CODES_ROW + (q ^ (g // 2 % 2 * 2)) * 16
     to_scales = buffer + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
-    codes = codes_ptr + (upper * k_vectors + codes_vector).to(tl.int64) * 16
-    lower = codes + tl.cast(k_vectors, tl.int64) * (16 * apart)
-    places = (to_codes, to_scales, codes, lower, scales_ptr + scales)
+    codes += tl.cast(step, tl.int64) * 64
+    lower = codes + tl.cast(k_vectors, tl.int64) * (16 if PAIRED else 128)
+    places = (to_codes, to_scales, codes, lower, scales + tl.cast(step, tl.int64) * _scale_bytes_to_next(SCALES))
     if EVEN:
-        ok = wanted & (lane >= 0)
+        ok = (step < upper_stop) & (lane >= 0)
         token = do_ptx(_COPY_WHOLE_STEP, "r,r,l,l,l,r,r", places + (ok.to(tl.int32), token))
     else:
-        in_row = wanted & (codes_vector < k_vectors)
-        scale_bytes = tl.where(wanted, tl.maximum(scale_bytes, 0), 0)
-        upper_bytes = (in_row & (upper < n)).to(tl.int32) * 16
-        lower_bytes = (in_row & (upper + apart < n)).to(tl.int32) * 16
-        sizes = (upper_bytes, lower_bytes, scale_bytes)
+        scale_bytes = tl.minimum(tl.maximum(left - step * _scale_bytes_of_step(SCALES), 0), 4)
+        sizes = (tl.where(step < upper_stop, 16, 0), tl.where(step < lower_stop, 16, 0), scale_bytes)
         token = do_ptx(_COPY_PART_OF_STEP, "r,r,l,l,l,r,r,r,r", places + sizes + (token,))
     return token
 

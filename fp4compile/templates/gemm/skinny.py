@@ -51,6 +51,7 @@ from fp4compile.templates.gemm.skinny_pipeline import (
     shared_buffer_ptx,
     stage_bytes,
     step_bytes,
+    tile_sources,
 )
 from fp4compile.templates.launch import LaunchConfig, launch
 from fp4compile.templates.problem import OperandSpec, Problem
@@ -115,9 +116,8 @@ def experts_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
 
     A step of a warp has 1152 bytes of B for each 16 rows, and 256 bytes for each existing row of A, which 32 rows of B
     share. Registers leave room for four programs a multiprocessor. A single stage each was the fastest on an H200, from
-    one token for each of four experts to eight tokens an expert: gpt-oss' 5760 x 2880 with one token for each of four
-    experts takes 23 us, 23 with two stages, 25 with 16 rows of B; with two tokens an expert 98, 107 and 113.
-    Qwen3-30B's 1536 x 2048 with one token an expert takes 54 us, 66 and 65.
+    one token for each of two experts to eight tokens an expert: gpt-oss' 5760 x 2880 in MXFP4 takes 43 us with 16
+    tokens, and 47 with two stages; with 64 tokens 98 and 113. Qwen3-30B's 1536 x 2048 with 128 tokens takes 52 and 66.
     """
     most = p.rows if statically_true(p.rows < most) else most
     rows = next((rows for rows in (2, 4) if statically_true(most <= rows)), SKINNY_ROWS)
@@ -189,25 +189,26 @@ def gemm_skinny(
     memory = do_ptx(shared_buffer_ptx(size), "r", (lane,))
     first_buffer = memory + lane // 32 * buffer_bytes
     first_sums = memory + STAGES * stage
-    sources = (a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, a_scales_ptr)
-    sizes = (n, n_1, n_2, k_vectors, tiles, tiles_1, total, b_scales_batch)
+    pointers = (a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr)
+    sizes = (n, n_1, n_2, k_vectors, steps, tiles, tiles_1, total, b_scales_batch)
     token = lane
     next_tile = tl.program_id(0)
     step_of_next = 0
     # Without experts the table is passed to no function: torch would count it as written.
-    next_n, next_group, next_row0, next_m = next_tile, 0, 0, m
     if COUNT > 0:
-        next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles, total, ROWS)
+        sources = _sources(next_tile, 0, _part_of(next_tile, table_ptr, tiles, total, ROWS), lane, pointers, sizes,
+                           B_SCALES, WARPS, TILES, EVEN, GROUP_SIZE, COUNT)  # fmt: skip
     for early in tl.static_range(STAGES):
-        token = _copy(first_buffer + early * stage, next_tile, (next_n, next_group, next_row0, next_m), step_of_next,
-                      token, lane, sources, sizes, B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
-                      COUNT, A_CODES)  # fmt: skip
+        if COUNT == 0:
+            sources = _sources(next_tile, step_of_next, (next_tile, 0, 0, m), lane, pointers, sizes, B_SCALES, WARPS,
+                               TILES, EVEN, GROUP_SIZE, COUNT)  # fmt: skip
+        token = copy_step(first_buffer + early * stage, step_of_next if COUNT > 0 else 0, sources, token, lane,
+                          a_scales_ptr, k_vectors, B_SCALES, WARPS, TILES, ROWS, EVEN, A_CODES)  # fmt: skip
         next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
-        if COUNT > 0:
+        if COUNT > 0:  # noqa: SIM102, in one condition Triton would compile the branch without experts
             if step_of_next == 0:
-                next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles, total, ROWS)
-        else:
-            next_n = next_tile
+                sources = _sources(next_tile, 0, _part_of(next_tile, table_ptr, tiles, total, ROWS), lane, pointers,
+                                   sizes, B_SCALES, WARPS, TILES, EVEN, GROUP_SIZE, COUNT)  # fmt: skip
     if B_OUTER == "tensor" and COUNT == 0:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
@@ -235,16 +236,17 @@ def gemm_skinny(
                     w, token = read_weights(buffer, part, token, lane, k_vectors, B_SCALES, EVEN)
                 if part == TILES - 1:  # every lane has read its operands, so the buffer can be filled again
                     token = do_ptx(WARP_BARRIER, "r", (token,))
-                    token = _copy(buffer, next_tile, (next_n, next_group, next_row0, next_m), step_of_next, token, lane,
-                                  sources, sizes, B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
-                                  COUNT, A_CODES)  # fmt: skip
+                    if COUNT == 0:
+                        sources = _sources(next_tile, step_of_next, (next_tile, 0, 0, m), lane, pointers, sizes,
+                                           B_SCALES, WARPS, TILES, EVEN, GROUP_SIZE, COUNT)  # fmt: skip
+                    token = copy_step(buffer, step_of_next if COUNT > 0 else 0, sources, token, lane, a_scales_ptr,
+                                      k_vectors, B_SCALES, WARPS, TILES, ROWS, EVEN, A_CODES)  # fmt: skip
                     next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
-                    if COUNT > 0:
+                    if COUNT > 0:  # noqa: SIM102, as above
                         if step_of_next == 0:
-                            next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles, total,
-                                                                             ROWS)  # fmt: skip
-                    else:
-                        next_n = next_tile
+                            sources = _sources(next_tile, 0, _part_of(next_tile, table_ptr, tiles, total, ROWS), lane,
+                                               pointers, sizes, B_SCALES, WARPS, TILES, EVEN, GROUP_SIZE,
+                                               COUNT)  # fmt: skip
                 own = c[4 * part : 4 * part + 4]
                 if is_fp8(B_SCALES):
                     sums = sums + multiply_fp8(w, x, own, COMPUTE)
@@ -276,23 +278,26 @@ def _part_of(tile, table_ptr, tiles_n, total, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _copy(
-    buffer, tile, part, step, token, lane, sources, sizes,
-    B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
-    EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, COUNT: tl.constexpr, A_CODES: tl.constexpr,
+def _sources(
+    tile, first, part, lane, pointers, sizes, B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """`copy_step` for a tile and the results of `_part_of`; past the last tile nothing is copied."""
+    """`tile_sources` from step `first` of a tile on. part: from `_part_of`.
+
+    An expert's tile finds its sources once, since they take 100 instructions. Without experts they take few, and each
+    step finds its own, without a branch: the compiler orders all instructions of a step.
+    """
     tile_n, group, row0, rows = part
-    a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, a_scales_ptr = sources
-    n, n_1, n_2, k_vectors, tiles, tiles_1, total, b_scales_batch = sizes
+    a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr = pointers
+    n, n_1, n_2, k_vectors, steps, tiles, tiles_1, total, b_scales_batch = sizes
     if COUNT > 0:
         a_ptr += row0.to(tl.int64) * k_vectors * 32
         b_ptr += group.to(tl.int64) * n * k_vectors * 16
         b_scales_ptr += group.to(tl.int64) * b_scales_batch
         total = tl.where(tile < total, tiles, 0)
-    return copy_step(buffer, tile_n, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
-                     b_scales_2_ptr, a_scales_ptr, rows, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
-                     B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE, A_CODES)  # fmt: skip
+    return tile_sources(tile_n, first, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
+                        b_scales_2_ptr, rows, n, n_1, n_2, k_vectors, steps, tiles, tiles_1, total, B_SCALES, WARPS,
+                        TILES, EVEN, GROUP_SIZE)  # fmt: skip
 
 
 @triton.jit

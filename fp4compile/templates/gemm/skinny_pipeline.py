@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.async_copy import COMMIT, COPY_PART, do_ptx
-from fp4compile.templates.device.fp4_weights import STEP_BYTES, copy_weights
+from fp4compile.templates.device.fp4_weights import STEP_BYTES, copy_weights, weight_sources
 from fp4compile.templates.device.fp8_weights import FP8_STEP_BYTES, copy_a_codes, copy_a_scales, copy_fp8, is_fp8
 from fp4compile.templates.device.persistent_grid import of_matmul
 
@@ -69,63 +69,99 @@ def stage_bytes(tiles, rows, scales, a_codes):
 
 
 @triton.jit
+def _a_sources(lane, first, stop, a_ptr, k_vectors, WARPS: tl.constexpr, EVEN: tl.constexpr):
+    """What a lane copies of A, for `_copy_a`: (address of 16 bytes of row 0 or 1 of step 0, first step not to copy).
+
+    first: the step of the tile that is step 0. stop: the first step that no lane copies.
+    """
+    unit = lane % 16  # of 16 bytes
+    block = (first * WARPS + lane // 32) * 8 + unit // 2
+    source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + lane % 32 // 16 * k_vectors * 64
+    if not EVEN:
+        stop = tl.minimum(stop, (k_vectors * 2 - block + 8 * WARPS - 1) // (8 * WARPS))
+    return source + block * 32 + unit % 2 * 16, stop
+
+
+@triton.jit
 def _copy_a(
-    buffer, step, wanted, token, lane, a_ptr, m, k_vectors, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
+    buffer, step, sources, m, token, lane, k_vectors, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
 ):
     """Start to copy the existing rows of A of a warp's step, 16 lanes a row. Returns a token."""
+    source, stop = sources
     unit = lane % 16  # of 16 bytes
-    block = (step * WARPS + lane // 32) * 8 + unit // 2
+    source += tl.cast(step, tl.int64) * (256 * WARPS)
     for i in tl.static_range((ROWS + 1) // 2):
         row = lane % 32 // 16 + i * 2
-        source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + row * k_vectors * 64 + block * 32 + unit % 2 * 16
         # Every second row has the halves of blocks exchanged, so that lanes that read at once read different banks.
         to = buffer + row * _A_ROW + (unit ^ row % 2) * 16
-        ok = (row < m) & wanted
         if EVEN:
+            ok = (row < m) & (step < stop)
             token = do_ptx(_COPY_WHOLE_A, "r,l,r,r", (to, source, ok.to(tl.int32), token))
         else:
-            size = tl.where(block < k_vectors * 2, 16, 0)
-            token = do_ptx(COPY_PART, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
+            size = tl.where(step < stop, 16, 0)
+            token = do_ptx(COPY_PART, "r,l,r,r,r", (to, source, size, (row < m).to(tl.int32), token))
+        source += tl.cast(k_vectors, tl.int64) * 128
     return token
 
 
 @triton.jit
-def copy_step(
-    buffer, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
-    a_scales_ptr, m, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
-    B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
-    ROWS: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, A_CODES: tl.constexpr,
+def tile_sources(
+    tile, first, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2,
+    k_vectors, steps, tiles, tiles_1, total,
+    B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a warp's step of a tile into a buffer, and commit them as one group. Returns a token.
+    """What a lane copies of a tile, for `copy_step`; past the last tile, nothing.
 
-    a_scales_ptr: scales of A's blocks of 128 elements, for FP8 weights with such scales; None without.
-
-    Past the last tile nothing is copied, but an empty group is committed, so that `wait_ptx` counts right. tiles,
-    tiles_1, total: see `group_tiles`.
+    first: the step of the tile that is step 0 of `copy_step`. steps: of each warp. tiles, tiles_1, total: see
+    `group_tiles`.
+    Returns (what it copies of A, and of each 16 rows of B; a_ptr, m, `first`, and the first step not to copy).
     """
-    wanted = tile < total
     b_ptr, b_scales_ptr, before, n = of_matmul(
         tile, tiles, tiles_1, (b_ptr, b_scales_ptr, 0, n), (b_1_ptr, b_scales_1_ptr, tiles, n_1),
         (b_2_ptr, b_scales_2_ptr, tiles_1, n_2), GROUP_SIZE,
     )  # fmt: skip
-    tile -= before
-    own_step = step * WARPS + lane // 32
+    stop = tl.where(tile < total, steps, 0)
+    own_first = first * WARPS + lane // 32
+    row = (tile - before) * (16 * TILES)
+    of_b = ()
+    for part in tl.static_range(TILES):
+        if is_fp8(B_SCALES):
+            of_b = of_b + ((row + part * 16, b_ptr, b_scales_ptr, n),)
+        else:
+            of_b = of_b + (weight_sources(lane, row + part * 16, own_first, stop * WARPS, b_ptr, b_scales_ptr, n,
+                                          k_vectors, B_SCALES, EVEN),)  # fmt: skip
+    return _a_sources(lane, first, stop, a_ptr, k_vectors, WARPS, EVEN), of_b, a_ptr, m, first, stop
+
+
+@triton.jit
+def copy_step(
+    buffer, step, sources, token, lane, a_scales_ptr, k_vectors,
+    B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    A_CODES: tl.constexpr,
+):  # fmt: skip
+    """Start the copies of a warp's step of a tile into a buffer, and commit them as one group. Returns a token.
+
+    sources: from `tile_sources`. a_scales_ptr: scales of A's blocks of 128 elements, for FP8 weights with such scales;
+    None without. Past the last tile nothing is copied, but an empty group is committed, so that `wait_ptx` counts
+    right.
+    """
+    of_a, of_b, a_ptr, m, first, stop = sources
+    wanted = step < stop
+    own_step = (first + step) * WARPS + lane // 32
     for part in tl.static_range(TILES):
         to = buffer + part * step_bytes(B_SCALES)
-        row = tile * (16 * TILES) + part * 16
         if is_fp8(B_SCALES):
+            row, b_ptr, b_scales_ptr, n = of_b[part]
             token = copy_fp8(to, own_step, wanted, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SCALES, EVEN)
         else:
-            token = copy_weights(
-                to, own_step, wanted, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SCALES, EVEN
-            )
+            token = copy_weights(to, step * WARPS, of_b[part], token, lane, k_vectors, B_SCALES, EVEN)
     if a_scales_ptr is not None:
         token = copy_a_scales(buffer, own_step, wanted, token, lane, a_scales_ptr, m, k_vectors, ROWS)
     to = buffer + TILES * step_bytes(B_SCALES)
     if A_CODES:
         token = copy_a_codes(to, own_step, wanted, token, lane, a_ptr, m, k_vectors, ROWS)
     else:
-        token = _copy_a(to, step, wanted, token, lane, a_ptr, m, k_vectors, WARPS, ROWS, EVEN)
+        token = _copy_a(to, step, of_a, m, token, lane, k_vectors, WARPS, ROWS, EVEN)
     return do_ptx(COMMIT, "r", (token,))
 
 

@@ -4,12 +4,12 @@
 `skinny` with two rows, of which one is empty (H200: 4096 x 4096 5.2 and 5.7 us, 14336 x 4096 12.7 and 14.9 us).
 
 On SM90 `wgmma_sm90` takes experts with more than four tokens on average, since `skinny` computes a second tile of a
-matrix from nine tokens on. Where K is below 1024, `wgmma_sm90` takes experts with more than one token on average: the
+matrix from nine tokens on. Where K is below 1024, `wgmma_sm90` takes experts with one token or more on average: the
 warps of `skinny` share K, and have a step or two each. MXFP4 on an H200, `skinny` and `wgmma_sm90`: gpt-oss' 5760 x
-2880, two tokens 108 and 110 us, four 120 and 116, eight 168 and 127; Qwen3-30B's 1536 x 2048, two 79 and 77, four 87
-and 84, eight 118 and 92, and its 2048 x 768, two 58 and 47, four 67 and 52. NVFP4, gpt-oss: two 104 and 124, four 116
-and 123. Where `wgmma_sm90` has at most two programs a multiprocessor, it does not fill the GPU, and `skinny` takes
-experts with up to eight tokens on average: 8 experts of 2048 x 7168, eight tokens each, 28 and 53 us.
+2880, two tokens 98 and 101 us, four 107 and 111, eight 149 and 114; Qwen3-30B's 1536 x 2048, two 71 and 68, four 82 and
+77, eight 112 and 80, and its 2048 x 768, one 43 and 36, two 55 and 44, four 64 and 49. NVFP4, gpt-oss: two 97 and 116,
+four 107 and 124. Where `wgmma_sm90` has at most two programs a multiprocessor, it does not fill the GPU, and `skinny`
+takes experts with up to eight tokens on average: 8 experts of 2048 x 7168, eight tokens each, 28 and 53 us.
 """
 
 from collections.abc import Sequence
@@ -65,18 +65,18 @@ def _serves_fp8(p: Problem) -> bool:
 
 
 def _serves(p: Problem) -> bool:
-    rows = _most_rows_of_an_expert(p) * p.groups if p.ragged else skinny.SKINNY_ROWS
+    rows = _most_rows_of_experts(p) if p.ragged else skinny.SKINNY_ROWS
     return executes(p) and streams(p) and statically_true(p.m <= rows)
 
 
-def _most_rows_of_an_expert(p: Problem) -> int:
-    """The average rows of a group up to which `skinny` serves the groups; `wgmma_sm90` serves larger ones on SM90."""
+def _most_rows_of_experts(p: Problem) -> int:
+    """The rows of all groups up to which `skinny` serves the groups; `wgmma_sm90` serves more on SM90."""
     if not 90 <= p.target.sm < 100 or p.groups > MOST_GROUPS:
-        return skinny.SKINNY_ROWS
+        return skinny.SKINNY_ROWS * p.groups
     if not statically_true(p.k >= 1024):
-        return 1
+        return p.groups - 1
     programs = p.groups * ceil_div(p.n, 64)  # of `wgmma_sm90`, if each group has one tile of few rows
-    return skinny.SKINNY_ROWS if statically_true(programs <= 2 * p.target.multiprocessors) else 4
+    return p.groups * (skinny.SKINNY_ROWS if statically_true(programs <= 2 * p.target.multiprocessors) else 4)
 
 
 def _configure(p: Problem) -> gemv.GemvConfig | skinny.SkinnyConfig:

@@ -130,18 +130,20 @@ def _large_tile(p: Problem) -> WgmmaConfig:
     return min(each, key=lambda config: microseconds(*config))[0]
 
 
-# Tiles of groups of rows: warps; the microseconds of a round of programs without its steps; rows of the whole tile and
-# of narrower ones, and the microseconds of a step of 128 elements along K. They have two stages of a step, and three
-# buffers: with more, fewer programs share a multiprocessor. Least squares of 56 to 144 launches each on an H200, with
-# `swizzle_a_sm90`, off by 3 to 6 % on average, then changed by up to 3 % to choose best: NVFP4 and MXFP4 experts of
-# gpt-oss-20b and Qwen3-30B, 2 to 256 rows a group. The chosen tiles take 0.9 % more time than the fastest of 20 timed
-# tiles, 8 % in the worst case.
+# Tiles of groups of rows: warps; steps of a stage of A; the microseconds of a round of programs without its steps; rows
+# of the whole tile and of narrower ones, and the microseconds of a step of 128 elements along K. They have two stages
+# of a step, and three buffers: with more, fewer programs share a multiprocessor. With two steps a stage each step has
+# its own buffer of B, and a warp has a fifth fewer instructions a step; larger tiles have no room for it. Least squares
+# of 56 to 144 launches each on an H200, with `swizzle_a_sm90`, off by 3 to 6 % on average, then changed to choose best:
+# NVFP4 and MXFP4 experts of gpt-oss-20b and Qwen3-30B, 2 to 256 rows a group. Up to 32 rows a group the chosen tiles
+# take 1 % more time than the fastest of nine timed tiles, 7 % in the worst case.
 GROUPED_TILES = tuple(
-    (WgmmaConfig(max(steps), warps, 1, 2, 1, 1, 8, 3, *sorted(steps, reverse=True)[1:]), turn, steps)
-    for warps, turn, steps in (
-        (4, 0.30, {16: 0.217}), (8, 0.68, {32: 0.488, 16: 0.461}), (8, 1.00, {64: 0.580, 48: 0.580, 32: 0.489}),
-        (8, 0.90, {96: 0.758, 48: 0.594, 32: 0.507}), (8, 2.70, {160: 1.049, 96: 0.783, 48: 0.514}),
-        (8, 2.76, {224: 1.392, 96: 0.789, 48: 0.610}), (8, 2.74, {256: 1.588, 128: 0.920, 64: 0.669}),
+    (WgmmaConfig(max(steps), warps, 1, 2, a_steps, 1, 8, 3, *sorted(steps, reverse=True)[1:]), turn, steps)
+    for warps, a_steps, turn, steps in (
+        (4, 1, 0.30, {16: 0.217}), (4, 2, 0.30, {16: 0.210}), (8, 2, 0.75, {32: 0.444, 16: 0.420}),
+        (8, 1, 1.00, {64: 0.580, 48: 0.580, 32: 0.489}), (8, 1, 0.90, {96: 0.758, 48: 0.594, 32: 0.507}),
+        (8, 1, 2.70, {160: 1.049, 96: 0.783, 48: 0.514}), (8, 1, 2.76, {224: 1.392, 96: 0.789, 48: 0.610}),
+        (8, 1, 2.74, {256: 1.588, 128: 0.920, 64: 0.669}),
     )
 )  # fmt: skip
 _NORMAL = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)  # numbers of a normal distribution, equally likely
@@ -156,13 +158,14 @@ def _tile_of_groups(p: Problem) -> WgmmaConfig:
     if not p.static:
         return GROUPED_TILES[-1][0]
     each = p.m / p.groups  # rows of a group
-    along_k = ceil_div(p.k, 128)
     # A group's first tile begins up to 7 rows before it.
     chance = [each + 3.5 + each**0.5 * normal for normal in _NORMAL]
     between = [3.5 + each * (2 * i + 1) / 8 for i in range(8)]
     sizes = [each] * 8 + chance + between
 
     def microseconds(config: WgmmaConfig, turn: float, steps: dict[int, float]) -> float:
+        along_k = ceil_div(p.k, 128 * config.steps_per_stage) * config.steps_per_stage
+
         def of_group(rows: float) -> float:
             whole, left = divmod(rows, config.rows)
             last = next(time for width, time in sorted(steps.items()) if left <= width)

@@ -59,6 +59,7 @@ from fp4compile.templates.device.fp4_weights import (
     scaled_word,
     sums_factor,
     type_of_scales,
+    weight_sources,
 )
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.lane_rows import bytes_of, load_rows, store_rows
@@ -185,60 +186,60 @@ def needed_bytes(rows: int, warps: int, parts: int, stages: int, steps: int, buf
 
 
 @triton.jit
-def _buffer_of(stage, BUFFERS: tl.constexpr):
-    """The buffer of the program's stage of A, and the parity of the number of stages that used it before."""
-    return stage % BUFFERS, stage // BUFFERS % 2
+def _next_buffer(buffer, parity, BUFFERS: tl.constexpr):
+    """The buffer of the next stage of A, and the parity of the number of stages that used it before."""
+    last = buffer == BUFFERS - 1
+    return tl.where(last, 0, buffer + 1), tl.where(last, parity ^ 1, parity)
 
 
 @triton.jit
 def _copy_a_stage(
-    swizzled_a_ptr, lines, stage, stages, buffers, barriers, token, lane,
-    ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
+    source, matrix_bytes, wanted, buffer, parity, buffers, barriers, token, lane,
+    ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr,
 ):  # fmt: skip
-    """Start to copy the program's stage of A, if it exists, as soon as its buffer is empty. Returns a token.
+    """Start to copy a stage of A, if it is wanted, as soon as its buffer is empty. Returns a token.
 
-    lines: of a matrix of swizzled A; one of ROWS is copied from each of two matrices a step.
+    source: the stage's first matrix of swizzled A; a line of ROWS is copied from each of two matrices a step.
+    buffer, parity: of the stage, as for `_next_buffer`.
     """
-    buffer, parity = _buffer_of(stage, BUFFERS)
     size: tl.constexpr = ROWS * 128
     copies: tl.constexpr = 2 * STEPS_PER_STAGE
-    matrix_bytes = tl.cast(lines, tl.int64) * 128
-    source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + stage * copies * matrix_bytes
-    wanted = ((lane < 32) & (stage < stages)).to(tl.int32)  # by the first warp
     places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * (copies * size), source, matrix_bytes)
+    wanted = ((lane < 32) & wanted).to(tl.int32)  # by the first warp
     return do_ptx(_copy_a_stage_ptx(size, copies), "r,r,r,l,l,r,r", places + (wanted, token))
 
 
 @triton.jit
-def _release_a_stage(stage, barriers, token, lane, BUFFERS: tl.constexpr):
-    """Release the program's stage of A, if it exists, for this warp. Returns a token."""
-    buffer, _ = _buffer_of(stage, BUFFERS)
-    arrives = ((lane % 32 == 0) & (stage >= 0)).to(tl.int32)
+def _release_a_stage(buffer, wanted, barriers, token, lane):
+    """Release a buffer of A for this warp, if wanted. Returns a token."""
+    arrives = ((lane % 32 == 0) & wanted).to(tl.int32)
     return do_ptx(_ARRIVE_EMPTY, "r,r,r", (barriers + buffer * 16, arrives, token))
 
 
 @triton.jit
 def _copy_b_step(
-    buffer, step, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-    B_SCALES: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    buffer, step, sources, token, lane, k_vectors, B_SCALES: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr
+):
     """Start to copy a warp's step of B into a buffer, and commit the copies as one group. Returns a token.
 
-    Past the last step nothing is copied, but an empty group is committed, so that `wait_ptx` counts right.
+    sources: from `weight_sources`, of each part. Past the last step nothing is copied, but an empty group is committed,
+    so that `wait_ptx` counts right.
     """
     for part in tl.static_range(PARTS):
-        token = copy_weights(buffer + part * STEP_BYTES, step, step < stop, token, lane, row + part * 16, b_ptr,
-                             b_scales_ptr, n, k_vectors, B_SCALES, EVEN, True)  # fmt: skip
+        token = copy_weights(buffer + part * STEP_BYTES, step, sources[part], token, lane, k_vectors, B_SCALES, EVEN,
+                             True)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
 def _multiply(
-    w, c, a_at, token, COMPUTE: tl.constexpr, B_SCALES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr
+    w, c, a_at, token, COMPUTE: tl.constexpr, B_SCALES: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr
 ):
-    """(A lane's sums c plus the products of a step, token). w: B, from `read_weights`. a_at: A in shared memory."""
-    group: tl.constexpr = 4 if ROWS == 16 and STEPS_PER_STAGE > 1 else 2  # as many as registers allow
-    text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, type_of_scales(B_SCALES), ROWS, group)
+    """(A lane's sums c plus the products of a step, token). w: B, from `read_weights`. a_at: A in shared memory.
+
+    TOGETHER: see `_multiply_ptx`'s group.
+    """
+    text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, type_of_scales(B_SCALES), ROWS, TOGETHER)
     found = tl.inline_asm_elementwise(
         text, _multiply_operands(ROWS // 2), w + ((a_at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
         dtype=(tl.float32,) * (ROWS // 2) + (tl.int32,), is_pure=True, pack=1,
@@ -420,27 +421,33 @@ def _tile_of_group(
 
 @triton.jit
 def _multiply_tile(
-    swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
+    swizzled_a_ptr, lines, token, lane, kept, place, steps, sources, memory, n, k_vectors, pointers,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SCALES: tl.constexpr, BIAS: tl.constexpr,
     EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of ROWS rows of a, and store the result. The first steps of B are in flight.
 
     swizzled_a: the tile's first line. kept: see `_store_results`. place: the tile's first row, the first row of its
     group and the row after the group's last; the number of the tile of B, and a warp's first row of b. steps: the first
-    one, the one after the last, and the stages of A that they are. memory: see `gemm_wgmma_sm90`. pointers: the
-    kernel's pointers but A, in order.
+    one, and the stages of A that they are. sources: see `_copy_b_step`. memory: see `gemm_wgmma_sm90`. pointers: the
+    kernel's pointers but A and B, in order.
     """
     first_m, first_of_group, end, tile_n, row = place
-    step, stop, stages = steps
+    step, stages = steps
     a_buffers, first_buffer, barriers = memory
-    a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr = pointers
+    a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr = pointers
     a_stage_bytes: tl.constexpr = STEPS_PER_STAGE * ROWS * 256
     b_step_bytes: tl.constexpr = PARTS * STEP_BYTES
+    # As many words as registers allow; tiles of groups have several programs on a multiprocessor.
+    together: tl.constexpr = 4 if ROWS == 16 and STEPS_PER_STAGE > 1 and not GROUPED else 2
+    matrix_bytes = tl.cast(lines, tl.int64) * 128
+    source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
     for early in tl.static_range(_A_AHEAD):
-        token = _copy_a_stage(swizzled_a_ptr, lines, early, stages, a_buffers, barriers, token, lane, ROWS,
-                              STEPS_PER_STAGE, BUFFERS)  # fmt: skip
+        token = _copy_a_stage(source, matrix_bytes, early < stages, early, 0, a_buffers, barriers, token, lane, ROWS,
+                              STEPS_PER_STAGE)  # fmt: skip
+        source += matrix_bytes * (2 * STEPS_PER_STAGE)
     token = prefetch_operands(token, lane, first_m, tile_n * (16 * PARTS * WARPS), end, n, epilogue_0_ptr,
                               epilogue_1_ptr, EPILOGUE, ROWS, 16 * PARTS * WARPS, 32 * WARPS)  # fmt: skip
     count: tl.constexpr = ROWS // 2
@@ -449,8 +456,8 @@ def _multiply_tile(
     for _ in tl.static_range(PARTS * count):
         c = c + (zero,)
     buffer = first_buffer
+    a_buffer, parity, previous, ahead, ahead_parity = 0, 0, 0, _A_AHEAD.value, 0
     for stage in tl.range(0, stages):
-        a_buffer, parity = _buffer_of(stage, BUFFERS)
         token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
         for i in tl.static_range(STEPS_PER_STAGE):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
@@ -460,22 +467,28 @@ def _multiply_tile(
                 w = w + of_part
             # Every lane has read its operands, so the buffer can be filled again.
             token = do_ptx(WARP_BARRIER, "r", (token,))
-            token = _copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-                                 B_SCALES, PARTS, EVEN)  # fmt: skip
+            token = _copy_b_step(buffer, step + STAGES, sources, token, lane, k_vectors, B_SCALES, PARTS, EVEN)
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
             sums = ()
             for part in tl.static_range(PARTS):
                 added, token = _multiply(w[6 * part : 6 * part + 6], c[part * count : part * count + count], a_at,
-                                         token, COMPUTE, B_SCALES, ROWS, STEPS_PER_STAGE)  # fmt: skip
+                                         token, COMPUTE, B_SCALES, ROWS, together)  # fmt: skip
                 sums = sums + added
             c = sums
             if i == 0:  # `_multiply` has waited for all earlier matrix instructions, which read the previous stage
-                token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
-                token = _copy_a_stage(swizzled_a_ptr, lines, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
-                                      ROWS, STEPS_PER_STAGE, BUFFERS)  # fmt: skip
-            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
-                              buffer + b_step_bytes)  # fmt: skip
+                token = _release_a_stage(previous, stage > 0, barriers, token, lane)
+                token = _copy_a_stage(source, matrix_bytes, stage + _A_AHEAD < stages, ahead, ahead_parity, a_buffers,
+                                      barriers, token, lane, ROWS, STEPS_PER_STAGE)  # fmt: skip
+            if STEPS_PER_STAGE % STAGES == 0:  # then each copy of the loop's body has its own buffer
+                buffer = first_buffer + (i + 1) % STAGES * b_step_bytes
+            else:
+                buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
+                                  buffer + b_step_bytes)  # fmt: skip
             step += 1
+        previous = a_buffer
+        a_buffer, parity = _next_buffer(a_buffer, parity, BUFFERS)
+        ahead, ahead_parity = _next_buffer(ahead, ahead_parity, BUFFERS)
+        source += matrix_bytes * (2 * STEPS_PER_STAGE)
     c = _wait_wgmma(c, PARTS * count)
 
     _store_results(c, token, kept, first_m + lane % 4 * 2, first_of_group, row + lane % 32 // 4 * 2, end, n, k_vectors,
@@ -553,9 +566,14 @@ def gemm_wgmma_sm90(
     first_buffer = b_buffers + lane // 32 * (STAGES * b_step_bytes)  # of the warp
     barriers = b_buffers + WARPS * STAGES * b_step_bytes
     token = do_ptx(_barriers_ptx(WARPS, BUFFERS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
+    sources = ()
+    for part in tl.static_range(PARTS):
+        of_part = weight_sources(lane, row + part * 16, 0, stop, b_ptr, b_scales_ptr, n, k_vectors, B_SCALES, EVEN,
+                                 True)  # fmt: skip
+        sources = sources + (of_part,)
     for early in tl.static_range(STAGES):
-        token = _copy_b_step(first_buffer + early * b_step_bytes, step + early, stop, token, lane, row, b_ptr,
-                             b_scales_ptr, n, k_vectors, B_SCALES, PARTS, EVEN)  # fmt: skip
+        token = _copy_b_step(first_buffer + early * b_step_bytes, step + early, sources, token, lane, k_vectors,
+                             B_SCALES, PARTS, EVEN)  # fmt: skip
     token = do_ptx(BARRIER, "r", (token,))
     if PDL:  # up to here only B is read, and nothing is written
         swizzled_a_ptr = wait(swizzled_a_ptr)
@@ -575,29 +593,29 @@ def gemm_wgmma_sm90(
     bias: tl.constexpr = 0 if PARTIAL else BIAS
     operations: tl.constexpr = "" if PARTIAL else EPILOGUE
     place = (first_m, first_of_group, end, tile_n, row)
-    steps = (step, stop, stages)
+    steps = (step, stages)
     memory = (a_buffers, first_buffer, barriers)
-    pointers = (a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr)
+    pointers = (a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr)
     if NARROWEST > 0:  # noqa: SIM102, in one condition Triton would compile a tile of 0 rows
         if end - first_m <= NARROWEST:
             _multiply_tile(
-                swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
+                swizzled_a_ptr, lines, token, lane, kept, place, steps, sources, memory, n, k_vectors, pointers,
                 a_outer, b_outer, B_SCALES, bias, operations, COMPUTE, WARPS, PARTS, STAGES, NARROWEST,
-                STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
+                STEPS_PER_STAGE, BUFFERS, EVEN, ISA, GROUPS > 0,
             )  # fmt: skip
             return
     if NARROW > 0:  # noqa: SIM102
         if end - first_m <= NARROW:
             _multiply_tile(
-                swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
+                swizzled_a_ptr, lines, token, lane, kept, place, steps, sources, memory, n, k_vectors, pointers,
                 a_outer, b_outer, B_SCALES, bias, operations, COMPUTE, WARPS, PARTS, STAGES, NARROW,
-                STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
+                STEPS_PER_STAGE, BUFFERS, EVEN, ISA, GROUPS > 0,
             )  # fmt: skip
             return
     _multiply_tile(
-        swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
+        swizzled_a_ptr, lines, token, lane, kept, place, steps, sources, memory, n, k_vectors, pointers,
         a_outer, b_outer, B_SCALES, bias, operations, COMPUTE, WARPS, PARTS, STAGES, ROWS,
-        STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
+        STEPS_PER_STAGE, BUFFERS, EVEN, ISA, GROUPS > 0,
     )  # fmt: skip
 
 
