@@ -33,7 +33,7 @@ SENTENCES, HELD_OUT, OTHER_DOMAIN, BATCH = 256, 224, 128, 32
 FALLBACKS = 3
 # (weights, scales, method, layers in MXFP8)
 METHODS = (
-    ("nvfp4", "amax", "nearest", 0), ("nvfp4", "four_over_six", "nearest", 0), ("nvfp4", "mse", "nearest", 0),
+    ("nvfp4", "amax", "nearest", 0), ("nvfp4", "mse", "nearest", 0),
     ("nvfp4", "mse", "nearest", FALLBACKS), ("nvfp4", "hessian", "nearest", 0), ("nvfp4", "amax", "gptq", 0),
     ("nvfp4", "mse", "gptq", 0), ("nvfp4", "hessian", "gptq", 0), ("nvfp4", "mse", "gptq", FALLBACKS),
     ("mxfp4", "amax", "nearest", 0), ("mxfp4_even", "amax", "nearest", 0), ("mxfp4", "mse", "nearest", 0),

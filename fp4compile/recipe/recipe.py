@@ -70,10 +70,9 @@ class Recipe:
         group of torch.distributed, whose writes cannot be detected, it quantises weights at every call. "always" keeps
         them there too, if you call `fp4compile.refresh` after such writes. "off" quantises weights at every call.
     weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference. "amax": from each block's largest
-        element; "mse": of least squared error, for MXFP4 weights too; "four_over_six": the better of two, also by
-        absolute errors ("four_over_six_mae") or with scales up to 448 ("four_over_six_448"); "hessian": of least error
-        of the layer's outputs, by the batches of `pack_`. Graphs that compute gradients take "amax", and weights that
-        `pack_` does not pack take "mse" for "hessian".
+        element; "mse": of least squared error, for MXFP4 weights too; "hessian": of least error of the layer's outputs,
+        by the batches of `pack_`. Graphs that compute gradients take "amax", and weights that `pack_` does not pack
+        take "mse" for "hessian".
     weight_method: how weights become codes in `pack_`. "nearest": each element is rounded; "gptq": each column makes up
         for the rounding errors of those before it, by the batches of `pack_`. Others are rounded to nearest.
 

@@ -229,7 +229,7 @@ class _Scaling:
             amax = amax.to(weight.device).expand(weight.shape[0]).contiguous()
         if rule == "amax":
             return cls(fmt, rule, amax, reference.outer_of(amax, fmt))
-        return cls(fmt, rule, amax, reference_scales.outer_of(amax, "mse" if rule == HESSIAN else rule))
+        return cls(fmt, rule, amax, reference_scales.outer_of(amax))
 
     def scales_of(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor | None:
         """The scales [E, R, 1] of blocks x [E, N, block length]; None for formats without block scales.
@@ -243,7 +243,7 @@ class _Scaling:
         outer = x.new_ones(x.shape[0]) if self.outer is None else self.outer
         if self.rule == HESSIAN:
             return _weighted(x, matrix.float(), self.fmt, outer)
-        return best_scales(x, self.fmt, outer, self.rule)
+        return best_scales(x, self.fmt, outer)
 
     def steps(self, scales: torch.Tensor | None, rows: int) -> torch.Tensor:
         """Block scales [E, R, 1] times global or row scales, for each of N rows: [E, 1, N]."""

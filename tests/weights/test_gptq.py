@@ -48,9 +48,6 @@ def scale_of(block, outer, fmt, rule, h):
     def squared(scale):
         return rest(block, scale * outer, fmt).square().sum()
 
-    def absolute(scale):
-        return rest(block, scale * outer, fmt).abs().sum()
-
     def weighted(scale):
         e = rest(block, scale * outer, fmt)
         return e @ h @ e
@@ -64,9 +61,6 @@ def scale_of(block, outer, fmt, rule, h):
     if rule == "amax":
         least = 2.0**-6 if fmt.contract == "torchao" else 0
         return (largest / 6 / outer).clamp(least, 448).to(torch.float8_e4m3fn).double()
-    if rule.startswith("four_over_six"):
-        tried = [(largest / n / outer).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).double() for n in (6, 4)]
-        return min(tried, key=absolute if rule.endswith("mae") else squared)
     return min(E4M3, key=weighted if rule == "hessian" else squared)
 
 
@@ -84,7 +78,7 @@ def by_the_algorithm(w, h, tokens, fmt, rule):
     for n in range(rows):
         row, step = w[n].clone(), None
         top = (w[n] if fmt.outer == "row" else w).abs().max()
-        outer = top / {"four_over_six": 1536, "four_over_six_mae": 1536}.get(rule, 2688) if fmt.outer else 1.0
+        outer = top / 2688 if fmt.outer else 1.0
         if fmt.scale is None:
             step = top / fmt.element_max
         for i in range(k):
@@ -117,8 +111,7 @@ def weights(*shape, seed=3):
 
 
 CASES = [
-    ("nvfp4", "amax", "all"), ("nvfp4", "mse", "all"), ("nvfp4", "four_over_six", "all"),
-    ("nvfp4", "four_over_six_mae", "all"), ("nvfp4", "four_over_six_448", "all"), ("nvfp4", "hessian", "all"),
+    ("nvfp4", "amax", "all"), ("nvfp4", "mse", "all"), ("nvfp4", "hessian", "all"),
     ("nvfp4_one_level", "amax", "all"), ("nvfp4_rowwise", "amax", "all"), ("mxfp4", "amax", "all"),
     ("mxfp4", "mse", "all"), ("mxfp4", "hessian", "all"), ("mxfp8", "amax", "all"), ("float8_rowwise", "amax", "all"),
     ("float8_tensor", "amax", "all"), ("nvfp4", "amax", "zero"), ("nvfp4", "amax", "dead columns"),
@@ -163,8 +156,8 @@ def test_without_correlations_nothing_is_corrected():
     plain = gptq.Moments(torch.eye(96).expand(2, -1, -1) * torch.tensor([3.0, 1e-20]).view(2, 1, 1), [999, 999])
     few = gptq.Moments(torch.randn(2, 96, 96), [0, gptq.FEWEST_TOKENS - 1])
     assert few.few == (0, 1)
-    for name, rule in (("nvfp4", "mse"), ("nvfp4_16x16", "four_over_six"), ("mxfp4", "mse"), ("mxfp8", "amax"),
-                       ("mxfp8_32x32", "amax"), ("nvfp4_one_level", "four_over_six_mae")):  # fmt: skip
+    for name, rule in (("nvfp4", "mse"), ("nvfp4_16x16", "mse"), ("mxfp4", "mse"), ("mxfp8", "amax"),
+                       ("mxfp8_32x32", "amax"), ("nvfp4_one_level", "mse")):  # fmt: skip
         expected = fp4compile.quantize(w, name, scales=rule, per_matrix=True)
         for known in (plain, few):
             data, scales, outer = gptq.quantize(w, known, formats.get(name), rule, compensate=True)
@@ -373,7 +366,7 @@ def test_a_layer_whose_inputs_are_zero_is_rounded_to_nearest(recipe):
     assert not torch.equal(model[0].weight_data, plain[0].weight_data)
 
 
-@pytest.mark.parametrize("rule", ["amax", "mse", "four_over_six"])
+@pytest.mark.parametrize("rule", ["amax", "mse"])
 @pytest.mark.parametrize("method", ["nearest", "gptq"])
 def test_fused_layers_share_a_global_scale(rule, method):
     model, batches, _ = attention()
@@ -381,7 +374,7 @@ def test_fused_layers_share_a_global_scale(rule, method):
     found, _ = packed(model, recipe, batches if method == "gptq" else None, shared_scales=True)
     largest = max(layer.weight.abs().max() for layer in (model.q_proj, model.k_proj, model.v_proj))
     for layer in (found.q_proj, found.k_proj, found.v_proj):
-        assert layer.weight_outer == largest / (1536 if rule == "four_over_six" else 2688)
+        assert layer.weight_outer == largest / 2688
 
 
 @torch.no_grad()
