@@ -39,7 +39,6 @@ from fp4compile.formats import reference
 from fp4compile.formats.formats import BlockFormat
 
 CANDIDATES = 126  # positive finite E4M3 numbers: the bytes 1 to 126
-E4M3_MIN = 2.0**-9
 U_MAX = 2.0**20
 # Number of elements of a block -> the ratio of largest element to scale from which the double scale has less error.
 DOUBLE_WINS = {16: 8.0, 256: 15.0}
@@ -143,12 +142,6 @@ def _first(top: torch.Tensor) -> torch.Tensor:
 def value(byte: torch.Tensor) -> torch.Tensor:
     """Positive E4M3 bytes (any integers) -> float32."""
     return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-def nearest(scale: torch.Tensor) -> torch.Tensor:
-    """The byte of the nearest positive E4M3 number of a float32, int32."""
-    code = reference.saturate(scale.clamp(min=E4M3_MIN), torch.float8_e4m3fn)
-    return code.view(torch.uint8).to(torch.int32)
 
 
 def rest(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -130,13 +130,8 @@ class PackedWeight(nn.Module):
         )  # fmt: skip
         self._keep(weight.movedim(dim, -1), data, scales, given.get("outer", outer))
 
-    def fit(
-        self, weight: torch.Tensor, moments: gptq.Moments, rule: str, compensate: bool, amax: torch.Tensor | None
-    ) -> None:
-        """`store`, with codes that keep the outputs on sample inputs.
-
-        moments, rule, compensate: see `gptq.quantize`. A weight that is not finite is stored by `store`.
-        """
+    def fit(self, weight: torch.Tensor, moments: gptq.Moments, amax: torch.Tensor | None) -> None:
+        """`store`, with codes by `gptq.quantize`. A weight that is not finite is stored by `store`."""
         taken = self._taken(weight)
         if not taken.isfinite().all():
             self.store(weight, amax)
@@ -144,7 +139,7 @@ class PackedWeight(nn.Module):
         fmt, layout = formats.get(self.layer_format.weight), self.scale_layout_on(taken.device)
         matrices = taken.mT if self.in_first else taken
         each = matrices if self.experts is not None else matrices[None]
-        found = gptq.quantize(each, moments, fmt, rule, compensate=compensate, layout=layout, amax=amax)
+        found = gptq.quantize(each, moments, fmt, self.layer_format.scale_rule, layout=layout, amax=amax)
         if self.experts is None:
             found = tuple(None if part is None else part[0] for part in found)  # type: ignore[assignment]
         self._keep(matrices, *found)
