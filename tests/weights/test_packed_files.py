@@ -36,10 +36,6 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path):
     assert_refused(Net(width=128), path, "layer 'layers.0': the file has in and out features")
     assert_refused(torch.nn.Sequential(torch.nn.Linear(64, 64)), path, "no layer 'layers.0'")
     assert_refused(Net().bfloat16(), path, "the model needs torch.bfloat16")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-100])
-    assert_refused(Net(), path, "not a whole safetensors file")
-
     save_file({"x": torch.ones(1)}, path)
     assert_refused(Net(), path, "not written by")
 
