@@ -169,7 +169,7 @@ def main() -> None:
         print(json.dumps(load(args.load, args.device)))
         return
     rows = []
-    for rule in SCALE_RULES[:3]:
+    for rule in SCALE_RULES:
         model: LlamaForCausalLM | None = None  # frees the one before
         row, model = pack(rule, args)
         rows.append(row)

@@ -33,11 +33,10 @@ SENTENCES, HELD_OUT, OTHER_DOMAIN, BATCH = 256, 224, 128, 32
 FALLBACKS = 3
 # (weights, scales, method, layers in MXFP8)
 METHODS = (
-    ("nvfp4", "amax", "nearest", 0), ("nvfp4", "four_over_six", "nearest", 0), ("nvfp4", "mse", "nearest", 0),
-    ("nvfp4", "mse", "nearest", FALLBACKS), ("nvfp4", "hessian", "nearest", 0), ("nvfp4", "amax", "gptq", 0),
-    ("nvfp4", "mse", "gptq", 0), ("nvfp4", "hessian", "gptq", 0), ("nvfp4", "mse", "gptq", FALLBACKS),
+    ("nvfp4", "amax", "nearest", 0), ("nvfp4", "mse", "nearest", 0), ("nvfp4", "mse", "nearest", FALLBACKS),
+    ("nvfp4", "amax", "gptq", 0), ("nvfp4", "mse", "gptq", 0), ("nvfp4", "mse", "gptq", FALLBACKS),
     ("mxfp4", "amax", "nearest", 0), ("mxfp4_even", "amax", "nearest", 0), ("mxfp4", "mse", "nearest", 0),
-    ("mxfp4", "hessian", "nearest", 0), ("mxfp4", "mse", "gptq", 0),
+    ("mxfp4", "mse", "gptq", 0),
 )  # fmt: skip
 ACTIVATIONS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp4_even": "mxfp4", "mxfp8": "mxfp8"}
 
@@ -132,8 +131,7 @@ def main() -> None:
     worst = [one.layer for one in fp4compile.sensitivity(model, samples[0][-1:], "nvfp4").layers]
     rows: list[dict] = []
     for method in METHODS[: args.methods]:
-        weights, scales, how, _ = method
-        own = samples if how == "gptq" or scales == "hessian" else samples[:1]
+        own = samples if method[2] == "gptq" else samples[:1]
         found: dict[str, list[dict[str, torch.Tensor]]] = {"weights": [], "weights and activations": []}
         for batches in own:
             candidate = packed(model, method, worst, batches)

@@ -4,9 +4,9 @@
     python examples/evaluate_packed.py meta-llama/Llama-3.1-8B --recipe nvfp4_weight_only --tasks mmlu arc_easy
     python examples/evaluate_packed.py MODEL --recipe nvfp4_weight_only --method gptq --scales mse --samples text.txt
 
-MODEL is a name or a folder that transformers reads. --samples is a text file, a paragraph a line, from which GPTQ and
-"hessian" scales learn: text like that of the tasks, and none of the tasks' own. Without --recipe the model stays as it
-is, to compare with. Prints lm-eval's table; --out writes its results as JSON.
+MODEL is a name or a folder that transformers reads. --samples is a text file, a paragraph a line, from which GPTQ
+learns: text like that of the tasks, and none of the tasks' own. Without --recipe the model stays as it is, to compare
+with. Prints lm-eval's table; --out writes its results as JSON.
 """
 
 import argparse

@@ -15,10 +15,6 @@ import torch
 
 from fp4compile.formats.formats import unknown_name
 
-# Multiprocessors by compute capability, for a GPU that is not present: H200 (90), B200 (100), B300 (103), RTX PRO 6000
-# Blackwell (120).
-_MULTIPROCESSORS = {90: 132, 100: 148, 103: 160, 120: 188}
-
 
 @dataclass(frozen=True)
 class Target:
@@ -189,6 +185,9 @@ GPUS: dict[str, Gpu] = {
         ),
     )
 }  # fmt: skip
+# The GPU that stands for each compute capability where none is present.
+OF_CAPABILITY = {90: GPUS["H200"], 100: GPUS["B200"], 103: GPUS["B300"], 120: GPUS["RTX PRO 6000"]}
+_MULTIPROCESSORS = {sm: gpu.multiprocessors for sm, gpu in OF_CAPABILITY.items()}
 
 
 def named(gpu: str | Gpu) -> Gpu:

@@ -34,7 +34,7 @@ def scale_sweep(
     if global_amax is None:
         amax = largest_of_matrices(w if w.dim() == 3 else w[None]).flatten().float()
         global_amax = amax if w.dim() == 3 else amax[0]
-    scales = best_scales(w, fmt, reference_scales.outer_of(global_amax, "mse"), "mse")
+    scales = best_scales(w, fmt, reference_scales.outer_of(global_amax))
     return reference._divide(scales.float(), reference.E4M3_MAX) * _each(global_amax)
 
 

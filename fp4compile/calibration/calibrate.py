@@ -12,14 +12,10 @@ from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Gemm, Input
 from fp4compile.analysis.plan import plan
 from fp4compile.calibration import batches as sample
-from fp4compile.calibration.clipping import Clipping, Largest, LeastSquares, Percentile
 from fp4compile.calibration.observers import Observation, in_groups
 from fp4compile.formats import formats
-from fp4compile.formats.formats import unknown_name
 from fp4compile.formats.reference import outer_of
 from fp4compile.recipe import Recipe, resolve
-
-METHODS = ("max", "percentile", "mse")
 
 
 def calibrate(
@@ -27,45 +23,28 @@ def calibrate(
     batches: Iterable[Any],
     recipe: str | dict | Recipe | Path = "nvfp4_static",
     *,
-    method: str = "max",
-    percentile: float = 99.99,
     progress: bool = True,
 ) -> Recipe:
     """The recipe, with static activation scales that are measured on the batches. `Recipe.save` writes it to a file.
 
-    A layer's scale is made of an amax, a magnitude of all its activations, including those of all its experts: amax /
-    2688 for NVFP4, amax / 448 for FP8. Larger values saturate. A layer gets no scale if its activations were all zero
-    or, with a warning, if it also ran outside of the captured graphs: it computes the scale at run time, and the report
-    notes it.
+    A layer's scale is made of amax, the largest magnitude of its activations, including those of all its experts:
+    amax / 2688 for NVFP4, amax / 448 for FP8. Larger values saturate. A layer gets no scale if its activations were all
+    zero or, with a warning, if it also ran outside of the captured graphs: it computes the scale at run time, and the
+    report notes it.
 
     model: a module, its method `generate` or another callable; it runs uncompiled, without gradients, and a module in
         eval mode.
     batches: an iterable of batches: tensors, tuples or lists of arguments, or mappings of keyword arguments.
     recipe: as for `fp4compile.backend`, with activations (fprop_x) in a format with a global scale, static or dynamic:
         NVFP4 or float8_tensor.
-    method: how amax is chosen. "max": the largest magnitude. "percentile": the magnitude that `percentile` percent of
-        the non-zero elements do not exceed, within 1/64 of its value. "mse": of 64 candidates between the largest
-        magnitude and a sixteenth of it, the one with the least squared error of the quantised activations, by
-        histograms.
-    percentile: for method "percentile", above 0 and at most 100.
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
-    Raises ValueError for another recipe, method or percentile, for no batches, if the recipe gives no layer a static
-    scale, for a module on the meta device, and if an activation is not finite; TypeError for a single batch, a
-    percentile that is no number and a model that cannot be called; the errors of `backend` for a bad recipe.
+    Raises ValueError for another recipe, for no batches, if the recipe gives no layer a static scale, for a module on
+    the meta device, and if an activation is not finite; TypeError for a single batch and a model that cannot be called;
+    the errors of `backend` for a bad recipe.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
-    if method not in METHODS:
-        raise ValueError(unknown_name("method", method, METHODS))
-    if not isinstance(percentile, int | float):
-        raise TypeError(f"percentile: expected a number, got {type(percentile).__name__}")
-    if not 0 < percentile <= 100:
-        raise ValueError(f"percentile={percentile}: expected a number above 0 and at most 100")
-    kept: dict[str, tuple[Clipping, str]] = {}
-    clippings: dict[str, Callable[[str], Clipping]] = {
-        "max": lambda format: Largest(), "percentile": lambda format: Percentile(percentile), "mse": LeastSquares
-    }  # fmt: skip
-
+    kept: dict[str, tuple[torch.Tensor, str]] = {}  # amax and format of each layer's activations
     formats_of: dict[Node, str] = {}
 
     def choose(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
@@ -74,10 +53,11 @@ def calibrate(
         return [gemm for gemm, _ in found]
 
     def see(gemm: Gemm, names: set[str], _: Any, x: torch.Tensor, groups: torch.Tensor | None) -> None:
-        format = formats_of[gemm.node]
+        x = x if gemm.offs is None or groups is None else in_groups(x, groups)
+        amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         for name in names:
-            clipping, _ = kept.setdefault(name, (clippings[method](format), format))
-            clipping.see(x if gemm.offs is None or groups is None else in_groups(x, groups))
+            before, format = kept.get(name, (amax, formats_of[gemm.node]))
+            kept[name] = torch.maximum(before, amax.to(before.device)), format
 
     watched = Observation(model, choose, see)
     with sample.in_inference(model):
@@ -110,9 +90,8 @@ def _with_static_scale(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...]) 
     ]  # fmt: skip
 
 
-def _decode_factor(name: str, clipping: Clipping, format: str) -> float | None:
+def _decode_factor(name: str, amax: torch.Tensor, format: str) -> float | None:
     """The decode factor of a layer's activations; None where all were zero."""
-    amax = clipping.amax()
     if not torch.isfinite(amax):
         raise ValueError(f"batches: the activation of layer {name!r} is not finite")
     # A recipe takes only normal float32 numbers, because the inverse of a smaller number overflows. Raising the factor

@@ -1,4 +1,4 @@
-"""Second moments of the inputs of layers: what GPTQ and block scales by "hessian" take from a user's batches."""
+"""Second moments of the inputs of layers: what GPTQ takes from a user's batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

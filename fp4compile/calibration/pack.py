@@ -15,8 +15,6 @@ from torch import nn
 
 from fp4compile.analysis.module_names import check_module
 from fp4compile.calibration.batches import over
-from fp4compile.calibration.resume import Kept
-from fp4compile.formats.formats import HESSIAN
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report.progress import with_bar
 from fp4compile.report.report import Report, Row
@@ -34,7 +32,6 @@ def pack_(
     recipe: str | dict | Recipe | Path | None = None,
     *,
     batches: Iterable[Any] | None = None,
-    resume: str | Path | None = None,
     contracted: Mapping[str, int] | None = None,
     shared_scales: bool = False,
     progress: bool = True,
@@ -42,10 +39,8 @@ def pack_(
     """Replace the linear layers and the weights of experts that a recipe quantises by packed ones, in place.
 
     recipe: as for `fp4compile.backend`; its settings for the forward matmul are used.
-    batches: for `weight_method` "gptq" and `weight_scales` "hessian", and only for these: an iterable of sample
-        batches, as for `calibrate`. The model runs over them uncompiled, without gradients and in eval mode.
-    resume: only with batches: a folder, created if there is none, where the codes of each weight are kept as soon as
-        they are made. A call with the same model, recipe, batches and folder goes on from there.
+    batches: for `weight_method` "gptq" alone: an iterable of sample batches, as for `calibrate`. The model runs over
+        them uncompiled, without gradients and in eval mode.
     contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
         contracted: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. Most experts of
         transformers declare it themselves (`is_transposed`).
@@ -67,20 +62,16 @@ def pack_(
     Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer,
     of trained weights in a model without adapters, of weights and experts that fewer than 16 tokens of the batches
     reach, which are rounded to nearest, and of layers that also run outside of the captured graphs. Raises TypeError if
-    `model` is no module, ValueError if it is a linear layer itself, for batches and a model on the meta device, and for
-    `resume` without batches or with a damaged file, TypeError or ValueError for a bad `contracted` and for `batches`
-    that are missing, superfluous, empty or not finite, and the errors of `backend` for a bad recipe.
+    `model` is no module, ValueError if it is a linear layer itself, and for batches and a model on the meta device,
+    TypeError or ValueError for a bad `contracted` and for `batches` that are missing, superfluous, empty or not finite,
+    and the errors of `backend` for a bad recipe.
     """
     check_module(model)
     chosen = resolve(recipe)
     if chosen.needs_batches and batches is None:
         raise ValueError(f"batches: recipe {chosen.name!r} needs batches")
     if batches is not None and not chosen.needs_batches:
-        raise ValueError(
-            f"batches: recipe {chosen.name!r} uses no batches; weight_method 'gptq' and weight_scales 'hessian' do"
-        )
-    if resume is not None and batches is None:
-        raise ValueError(f"resume={str(resume)!r}: goes with batches; packing without them is quick")
+        raise ValueError(f"batches: recipe {chosen.name!r} uses no batches; weight_method 'gptq' does")
     report = Report(
         chosen.name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )  # fmt: skip
@@ -90,9 +81,7 @@ def pack_(
         shared = with_shared_scales(model, weights) if shared_scales else {}
         fitted: dict[tuple[str, ...], _Fitted] = {}
         if batches is not None:
-            samples = list(over(batches))
-            kept = None if resume is None else Kept(resume, model, chosen, samples, shared_scales)
-            fitted = _fitted(model, weights, shared, chosen, samples, kept, progress)
+            fitted = _fitted(model, weights, shared, list(over(batches)), progress)
         for weight, row in with_bar(decided, "pack" if progress else None):
             found = None if weight is None else fitted.get(weight.names)
             if weight is not None and found is not None:
@@ -112,50 +101,38 @@ def pack_(
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A packed weight whose codes batches decide. few: the matrices with too few tokens, which were rounded to nearest.
-
-    text: how block scales and codes were chosen, for the report.
-    """
+    """A packed weight whose codes batches decide. few: the matrices with too few tokens, rounded to nearest."""
 
     packed: PackedWeight
     few: tuple[int, ...]
-    text: str
 
     def described(self, row: Row) -> Row:
         """The weight's row in the report."""
+        row = replace(row, weight_scales=f"{self.packed.layer_format.scale_rule}, gptq")
         if not self.few:
-            return replace(row, weight_scales=self.text)
+            return row
         which = f"experts {', '.join(map(str, self.few))}" if self.packed.experts else "the layer"
         note = f"rounded to nearest, for lack of tokens: {which}"
-        return replace(row, weight_scales=self.text, note="; ".join(filter(None, (row.note, note))))
+        return replace(row, note="; ".join(filter(None, (row.note, note))))
 
 
 def _fitted(
     model: nn.Module, weights: list[Weight], shared: dict[tuple[str, ...], tuple[Weight, torch.Tensor]],
-    recipe: Recipe, batches: list[Any], kept: Kept | None, progress: bool,
+    batches: list[Any], progress: bool,
 ) -> dict[tuple[str, ...], _Fitted]:  # fmt: skip
-    """The packed weights by their names; those are missing that the recipe rounds without batches."""
+    """The packed weights by their names."""
     from fp4compile.calibration.hessians import moments_of  # imports Dynamo
 
-    compensate = recipe.weight_method == "gptq"
-    wanted = [shared.get(one.names, (one, None)) for one in weights
-              if compensate or one.layer_format.scale_rule != "amax"]  # fmt: skip
-    found, amaxes = {}, {}
-    for weight, amax in wanted:
-        amaxes[weight.names] = amax
-        if kept is not None and kept.has(weight):
-            packed = weight.empty(model)
-            few = kept.read(weight, packed, weight.parameter(model).device)
-            found[weight.names] = _Fitted(packed, few, _text(weight, recipe))
-    left = [weight for weight, _ in wanted if weight.names not in found]
+    wanted = [shared.get(one.names, (one, None)) for one in weights]
+    amaxes = {weight.names: amax for weight, amax in wanted}
+    measured = moments_of(model, [weight for weight, _ in wanted], batches, progress)
+    found: dict[tuple[str, ...], _Fitted] = {}
     missed: list[str] = []
-    for weight, moments, outside in with_bar(moments_of(model, left, batches, progress), "fit" if progress else None):
+    for weight, moments, outside in with_bar(measured, "fit" if progress else None):
         packed = weight.empty(model)
-        packed.fit(weight.parameter(model), moments, _rule(weight, recipe), compensate, amaxes[weight.names])
-        found[weight.names] = _Fitted(packed, moments.few, _text(weight, recipe))
+        packed.fit(weight.parameter(model), moments, amaxes[weight.names])
+        found[weight.names] = _Fitted(packed, moments.few)
         missed += [weight.names[0]] if outside else []
-        if kept is not None:
-            kept.write(weight, packed, moments.few)
     if missed:
         warnings.warn(
             "batches: tokens do not count where layers run outside of the captured graphs, for example in functions "
@@ -164,17 +141,6 @@ def _fitted(
         )
     _warn_of_few(found)
     return found
-
-
-def _rule(weight: Weight, recipe: Recipe) -> str:
-    """The rule for the block scales of a weight that batches decide about."""
-    rule = weight.layer_format.scale_rule
-    return HESSIAN if recipe.weight_scales == HESSIAN and rule != "amax" else rule
-
-
-def _text(weight: Weight, recipe: Recipe) -> str:
-    """How scales and codes were chosen, for the report."""
-    return f"{_rule(weight, recipe)}{', gptq' if recipe.weight_method == 'gptq' else ''}"
 
 
 def _warn_of_few(found: Mapping[tuple[str, ...], _Fitted]) -> None:

@@ -25,8 +25,7 @@ FLOAT8_CONTRACTS = ("torchao", "te", "te_pow2")
 _FLOAT8_BLOCKS = tuple((rows, n) for n in (32, 64, 128) for rows in (1, n))
 
 # The rules for the block scales of a weight; see `reference_scales`.
-SCALE_RULES = ("amax", "mse", "four_over_six", "four_over_six_mae", "four_over_six_448")
-HESSIAN = "hessian"  # a rule that needs a layer's inputs, besides those of quantisers; see `weights.gptq`
+SCALE_RULES = ("amax", "mse")
 
 
 def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
@@ -248,26 +247,22 @@ def get(format: "str | BlockFormat") -> BlockFormat:
 
 
 def takes_scale_rule(fmt: BlockFormat, rule: str) -> bool:
-    """Whether a rule can choose the block scales: "amax" always, others in NVFP4 without row scales, two in MXFP4."""
+    """Whether a rule can choose the block scales: "amax" always, others in NVFP4 without row scales and in MXFP4."""
     mxfp4 = fmt.packed and fmt.scale == "e8m0" and not fmt.square
-    return rule == "amax" or (fmt.scale == "e4m3" and fmt.outer != "row") or (mxfp4 and rule in ("mse", HESSIAN))
+    return rule == "amax" or (fmt.scale == "e4m3" and fmt.outer != "row") or mxfp4
 
 
-def check_scale_rule(
-    name: str, rule: object, fmts: Sequence["BlockFormat | None"], allowed: Sequence[str] = SCALE_RULES
-) -> None:
-    """Raise ValueError for a rule that is not `allowed`, or that goes with none of the formats (None: no format).
+def check_scale_rule(name: str, rule: object, fmts: Sequence["BlockFormat | None"]) -> None:
+    """Raise ValueError for an unknown rule, or one that goes with none of the formats (None: no format).
 
     name: the name of the argument or field, for the message.
     """
-    if rule not in allowed:
-        raise ValueError(f"{name}: {unknown_name('rule', rule, allowed)}")
+    if rule not in SCALE_RULES:
+        raise ValueError(f"{name}: {unknown_name('rule', rule, SCALE_RULES)}")
     known = [fmt for fmt in fmts if fmt is not None]
     if rule != "amax" and not any(takes_scale_rule(fmt, str(rule)) for fmt in known):
-        other = " or MXFP4" if rule in ("mse", HESSIAN) else ""
-        raise ValueError(
-            f"{name}={rule!r}: needs an NVFP4 format without row scales{other}, got {known[0].name if known else None}"
-        )
+        raise ValueError(f"{name}={rule!r}: needs an NVFP4 format without row scales or MXFP4, got "
+                         f"{known[0].name if known else None}")  # fmt: skip
 
 
 def compatible(a: BlockFormat, b: BlockFormat) -> bool:

@@ -30,9 +30,9 @@ def quantize_along(
         amax = amax.amax()
     fmt, layout, transform, stream = spec.format, spec.layout, spec.transforms(dim), 0 if dim == ROWS else 1
     if spec.scale_rule != "amax" and spec.each_matrix:
-        found = sweep_matrices(x, fmt, dim, outer, layout, spec.scale_rule)
+        found = sweep_matrices(x, fmt, dim, outer, layout)
     elif spec.scale_rule != "amax":
-        found = reference_scales.quantize(x.movedim(dim, -1), fmt, outer, layout, spec.scale_rule)
+        found = reference_scales.quantize(x.movedim(dim, -1), fmt, outer, layout)
     elif spec.each_matrix:
         found = quantize_matrices(x, fmt, dim, outer, layout, seed, transform, amax)
     elif spec.ragged and dim == ROWS:
@@ -68,14 +68,12 @@ def quantize_matrices(
     return data, scales, reference.outer_of(amax, fmt).view(-1)
 
 
-def sweep_matrices(
-    x: torch.Tensor, fmt: BlockFormat, dim: int, outer: torch.Tensor | None, layout: str, rule: str
-) -> Quantised:
-    """`quantize_matrices` with block scales of another rule than "amax", see `reference_scales`."""
+def sweep_matrices(x: torch.Tensor, fmt: BlockFormat, dim: int, outer: torch.Tensor | None, layout: str) -> Quantised:
+    """`quantize_matrices` with the block scales of least error, see `reference_scales`."""
     x = x.movedim(dim, -1)
     if outer is not None or fmt.outer != "tensor":
-        return reference_scales.quantize(x, fmt, outer, layout, rule)
-    data, scales, computed = reference_scales.quantize(x, fmt, None, layout, rule, largest_of_matrices(x.float()))
+        return reference_scales.quantize(x, fmt, outer, layout)
+    data, scales, computed = reference_scales.quantize(x, fmt, None, layout, largest_of_matrices(x.float()))
     return data, scales, computed.view(-1)
 
 

@@ -1,29 +1,22 @@
 """Block scales of weights by least error, in plain PyTorch: the CPU implementation, and the oracle of the kernel.
 
-A weight is quantised once, so the choice of its NVFP4 block scales may take more time than a maximum does. Rules choose
-them by the error of the block:
+A weight is quantised once, so the choice of its NVFP4 block scales may take more time than a maximum does. The rule
+"mse" takes the scale of least squared error among all 126 positive finite E4M3 numbers, ties to the smallest scale (the
+FP8 scale sweep of ModelOpt 0.47).
 
-"mse": the scale of least squared error among all 126 positive finite E4M3 numbers, ties to the smallest scale (the FP8
-    scale sweep of ModelOpt 0.47).
-"four_over_six": the better of two scales, which make the largest element 6 or 4, ties to 6 (Cook et al., "Four Over
-    Six", arXiv:2512.02010): E4M3 of (bamax / 6) / p and of (bamax / 4) / p, where p is the global scale. To keep the
-    second below E4M3's 448, global scales are made as if E4M3 ended at 256: amax / (6 * 256).
-"four_over_six_mae": that, by the sum of absolute errors, as Transformer Engine chooses by default.
-"four_over_six_448": "four_over_six" with the global scale amax / (6 * 448), so that scales above 448 / 1.5 saturate.
+The global scale is g / 2688, where g is the amax of the tensor; 1 if g is 0. An element is E2M1 of x / (scale * outer),
+divided with one rounding. These are the bits that ModelOpt writes.
 
-The global scale is g / 2688 ("mse", "four_over_six_448") or g / 1536, where g is the amax of the tensor; 1 if g is 0.
-An element is E2M1 of x / (scale * outer), divided with one rounding. For "mse" these are the bits that ModelOpt writes.
-
-MXFP4 has the rule "mse" alone: the power of two of least squared error, ties to the smallest. It is the scale of
-contract rceil, which clips nothing, or its half. Doubling the former lowers no error, by the argument below. A quarter
-of it clips the largest element at 3/8 of its range, which costs more than 31 finer elements gain.
+In MXFP4, "mse" takes the power of two of least squared error, ties to the smallest. It is the scale of contract rceil,
+which clips nothing, or its half. Doubling the former lowers no error, by the argument below. A quarter of it clips the
+largest element at 3/8 of its range, which costs more than 31 finer elements gain.
 
 **The error** (NVFP4). Let u = min(|x| * (1 / outer), 2^20). The error of a scale e is the sum of (u - q e)^2 over the
 block, where q is u * (1 / e) rounded to E2M1. All is float32 with one rounding an operation; q e is exact. Sums are
 pairwise: neighbours first, along the row and then (square blocks) across the rows. With the bound of 2^20 no square
 overflows. The bound changes no choice: every scale clips elements larger than 6 * 448.
 
-**Which scales "mse" tries.** Let a be the largest u of the block, and n the number of its elements (16 or 256).
+**Which scales are tried.** Let a be the largest u of the block, and n the number of its elements (16 or 256).
 
 - Where a <= 6 e, doubling e never lowers the error. Up to 6 e, the grid of 2 e (0, 1, 2, 3, 4, 6 times e; then 8 e) has
   no number that the grid of e lacks. This holds in float32 too: halving is exact, and every operation is monotone. So a
@@ -44,13 +37,8 @@ import torch
 
 from fp4compile.formats import reference
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.reference import E4M3_MAX
 
 CANDIDATES = 126  # positive finite E4M3 numbers: the bytes 1 to 126
-E4M3_MIN = 2.0**-9
-# The block scale of the amax's block. 3/2 of 256 is a block scale, too.
-LARGEST_SCALE = {"mse": E4M3_MAX, "four_over_six": 256.0, "four_over_six_mae": 256.0, "four_over_six_448": E4M3_MAX}
-ABSOLUTE = "four_over_six_mae"  # the rule that adds absolute errors, not squares
 U_MAX = 2.0**20
 # Number of elements of a block -> the ratio of largest element to scale from which the double scale has less error.
 DOUBLE_WINS = {16: 8.0, 256: 15.0}
@@ -61,34 +49,32 @@ _CHUNK = 2**14  # blocks of one search, whose intermediate results stay in the C
 
 
 def quantize(
-    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, rule: str,
-    amax: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """`reference.quantize` with the block scales of a rule other than "amax".
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`reference.quantize` with the block scales of least error.
 
     amax: float32 [] or [..., 1, 1], of which the global scale is made if `outer` is None; None computes it from x.
     """
     if x.dim() == 1:
-        return reference.drop_row(quantize(x.unsqueeze(0), fmt, outer, layout, rule, amax))
+        return reference.drop_row(quantize(x.unsqueeze(0), fmt, outer, layout, amax))
     x = x.float()
     if outer is None and fmt.outer is not None:
-        outer = outer_of(reference.largest(x, per_row=False) if amax is None else amax, rule)
+        outer = outer_of(reference.largest(x, per_row=False) if amax is None else amax)
     factor = x.new_ones(()) if outer is None else outer
     blocks = reference._blocks(x, fmt)
-    scales = best_powers(blocks) if fmt.scale == "e8m0" else best_scales(blocks, factor, rule)
+    scales = best_powers(blocks) if fmt.scale == "e8m0" else best_scales(blocks, factor)
     steps = reference.decoded(scales, fmt) * factor
     y = reference._matrix(blocks / steps[..., :, None, :, None], x.shape[-2])
     codes = reference.e2m1_encode(y.clamp(-6.0, 6.0), y < 0)
     return reference.pack(codes).contiguous(), reference._lay_out(scales, fmt, x.shape[-2], layout), outer
 
 
-def outer_of(amax: torch.Tensor, rule: str) -> torch.Tensor:
-    """The global scale for an amax by a rule, float32 of the amax's shape."""
-    outer = reference._divide(amax, 6.0 * LARGEST_SCALE[rule])
-    return torch.where(outer == 0, 1.0, outer)
+def outer_of(amax: torch.Tensor) -> torch.Tensor:
+    """The global scale for an amax, float32 of the amax's shape."""
+    return reference._torchao_outer(amax)
 
 
-def best_scales(blocks: torch.Tensor, outer: torch.Tensor, rule: str) -> torch.Tensor:
+def best_scales(blocks: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     """The E4M3 block scales [..., R, C] of float32 blocks [..., R, rows, C, 16]; NaN where a block is not finite.
 
     outer: float32 [] or [..., 1, 1].
@@ -97,19 +83,18 @@ def best_scales(blocks: torch.Tensor, outer: torch.Tensor, rule: str) -> torch.T
     shape = (*blocks.shape[:-3], blocks.shape[-2])
     flat = blocks.transpose(-3, -2).reshape(-1, rows, columns)
     outers = outer.expand(shape).reshape(-1)
-    found = [_byte(part, own, rule) for part, own in zip(flat.split(_CHUNK), outers.split(_CHUNK), strict=True)]
+    found = [_byte(part, own) for part, own in zip(flat.split(_CHUNK), outers.split(_CHUNK), strict=True)]
     byte = torch.cat(found) if found else flat.new_empty(0, dtype=torch.uint8)
     return byte.view(shape).view(torch.float8_e4m3fn)
 
 
-def _byte(blocks: torch.Tensor, outer: torch.Tensor, rule: str) -> torch.Tensor:
+def _byte(blocks: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     """The scale bytes of blocks [B, rows, 16] of tensors with the global scales `outer` [B]."""
     magnitude, factor = blocks.abs(), reference._encode_scale(outer)
     largest = magnitude.amax((-2, -1))
     u = (magnitude * factor[:, None, None]).clamp(max=U_MAX)
     top = (largest * factor).clamp(max=U_MAX)
-    found = _least_error(u, top) if rule == "mse" else _four_or_six(u, largest, outer, rule == ABSOLUTE)
-    return torch.where(largest.isfinite() & ~top.isnan(), found, 0x7F).to(torch.uint8)
+    return torch.where(largest.isfinite() & ~top.isnan(), _least_error(u, top), 0x7F).to(torch.uint8)
 
 
 def best_powers(blocks: torch.Tensor) -> torch.Tensor:
@@ -127,7 +112,7 @@ def best_powers(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _least_error(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """The bytes of rule "mse", int32 [B], for blocks u [B, rows, 16] whose largest elements are `top` [B]."""
+    """The bytes of the scales, int32 [B], for blocks u [B, rows, 16] whose largest elements are `top` [B]."""
     double_wins = DOUBLE_WINS[u.shape[-2] * u.shape[-1]]
     byte = _first(top)
     best, winner = torch.full_like(top, torch.inf), byte
@@ -142,12 +127,6 @@ def _least_error(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
         double_loses = (top < double_wins * scale) | (scale > LAST_WITH_DOUBLE)
         active &= (byte > 0) & (excess * excess <= best) & double_loses
     return winner
-
-
-def _four_or_six(u: torch.Tensor, largest: torch.Tensor, outer: torch.Tensor, absolute: bool) -> torch.Tensor:
-    """The bytes of the rules "four_over_six", int32 [B]. largest: of the blocks' elements, not multiplied, [B]."""
-    six, four = (nearest(reference._divide(largest, element) / outer) for element in (6.0, 4.0))
-    return torch.where(block_error(u, value(four), absolute) < block_error(u, value(six), absolute), four, six)
 
 
 def _first(top: torch.Tensor) -> torch.Tensor:
@@ -165,12 +144,6 @@ def value(byte: torch.Tensor) -> torch.Tensor:
     return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def nearest(scale: torch.Tensor) -> torch.Tensor:
-    """The byte of the nearest positive E4M3 number of a float32, int32."""
-    code = reference.saturate(scale.clamp(min=E4M3_MIN), torch.float8_e4m3fn)
-    return code.view(torch.uint8).to(torch.int32)
-
-
 def rest(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The rests u - q * scale of magnitudes u (float32); the scale broadcasts to u."""
     y = (u * (1.0 / scale)).clamp(max=6.0)
@@ -178,10 +151,9 @@ def rest(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return u - q * scale
 
 
-def block_error(u: torch.Tensor, scale: torch.Tensor, absolute: bool = False) -> torch.Tensor:
-    """The squared (or absolute) error [B] of blocks u [B, rows, 16] with scales [B]."""
-    found = rest(u, scale[:, None, None])
-    return _sum_neighbours(_sum_neighbours(found.abs() if absolute else found.square(), -1), -2)[:, 0, 0]
+def block_error(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The squared error [B] of blocks u [B, rows, 16] with scales [B]."""
+    return _sum_neighbours(_sum_neighbours(rest(u, scale[:, None, None]).square(), -1), -2)[:, 0, 0]
 
 
 def _sum_neighbours(terms: torch.Tensor, dim: int) -> torch.Tensor:

@@ -117,8 +117,8 @@ def quantize(
         separately for `scaled_grouped_mm`. With dim=0, the result has each group padded to a multiple of 128.
     per_matrix: quantise each matrix of x [G, R, C] separately, for `scaled_grouped_mm`. Not with offs.
     scales: the rule for block scales. "amax" makes them of each block's largest element. For weights in NVFP4 formats
-        without row scales, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
-        two, with the bits of `reference_scales`. Not with a seed, hadamard or offs.
+        without row scales, and in MXFP4, "mse" takes the scale of least squared error, with the bits of
+        `reference_scales`. Not with a seed, hadamard or offs.
 
     Returns a `BlockScaled`, which is not differentiable.
 

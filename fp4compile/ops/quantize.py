@@ -157,19 +157,19 @@ QUANTIZE = define(
 )
 
 
-def best_scales(x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor, rule: str) -> torch.Tensor:
-    """The linear block scales of x [..., R, K] by a rule other than "amax", without codes.
+def best_scales(x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor) -> torch.Tensor:
+    """The linear block scales of least error of x [..., R, K], without codes.
 
     outer: float32 [], or [B] for each matrix of x [B, R, K].
     """
     if fmt.scale == "e4m3" and x.is_cuda and x.numel():
         from fp4compile.templates import scale_sweep
 
-        return scale_sweep.best_scales(x, fmt, outer, rule)
+        return scale_sweep.best_scales(x, fmt, outer)
     blocks = reference._blocks(x.float(), fmt)
     if fmt.scale == "e8m0":
         return reference_scales.best_powers(blocks)
-    return reference_scales.best_scales(blocks, outer.view(-1, 1, 1) if outer.dim() else outer, rule)
+    return reference_scales.best_scales(blocks, outer.view(-1, 1, 1) if outer.dim() else outer)
 
 
 # ---------------------------------------------------------------- lay_out_scales

@@ -70,10 +70,7 @@ class Recipe:
         group of torch.distributed, whose writes cannot be detected, it quantises weights at every call. "always" keeps
         them there too, if you call `fp4compile.refresh` after such writes. "off" quantises weights at every call.
     weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference. "amax": from each block's largest
-        element; "mse": of least squared error, for MXFP4 weights too; "four_over_six": the better of two, also by
-        absolute errors ("four_over_six_mae") or with scales up to 448 ("four_over_six_448"); "hessian": of least error
-        of the layer's outputs, by the batches of `pack_`. Graphs that compute gradients take "amax", and weights that
-        `pack_` does not pack take "mse" for "hessian".
+        element; "mse": of least squared error, for MXFP4 weights too. Graphs that compute gradients take "amax".
     weight_method: how weights become codes in `pack_`. "nearest": each element is rounded; "gptq": each column makes up
         for the rounding errors of those before it, by the batches of `pack_`. Others are rounded to nearest.
 
@@ -201,23 +198,19 @@ class Recipe:
     def _check_weight_scales(self) -> None:
         weights = [self.fprop_w, *(FIELDS.get(rule.action, {}).get("fprop_w") for rule in self.rules)]
         known = [None if weight is None else formats.get(weight) for weight in weights]
-        rules = (*formats.SCALE_RULES, formats.HESSIAN)
-        formats.check_scale_rule("weight_scales", self.weight_scales, known, rules)
+        formats.check_scale_rule("weight_scales", self.weight_scales, known)
         if self.weight_method == "gptq" and not any(known):
             raise ValueError("weight_method='gptq': needs an fprop_w, or a rule whose recipe has one")
 
     def scale_rule(self, weight: str | None) -> str:
-        """The rule for block scales of a weight in this format: `weight_scales`, or "amax" if that cannot apply.
-
-        For "hessian" it is "mse", by which weights without batches, and later writes to packed ones, are quantised.
-        """
-        rule = "mse" if self.weight_scales == formats.HESSIAN else self.weight_scales
+        """The rule for block scales of a weight in this format: `weight_scales`, or "amax" if that cannot apply."""
+        rule = self.weight_scales
         return rule if weight is not None and formats.takes_scale_rule(formats.get(weight), rule) else "amax"
 
     @property
     def needs_batches(self) -> bool:
-        """Whether packing weights needs batches: for "gptq" and for scales by "hessian"."""
-        return self.weight_method == "gptq" or self.weight_scales == formats.HESSIAN
+        """Whether packing weights needs batches."""
+        return self.weight_method == "gptq"
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
         """The format names of a matmul's operands, in the order of the recipe's fields; None: high precision."""

@@ -12,7 +12,7 @@ import triton.language as tl
 from fp4compile.formats import reference, reference_scales
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.device.block_scales import e4m3_round, encode_scale, reciprocal_e4m3
+from fp4compile.templates.device.block_scales import encode_scale, reciprocal_e4m3
 from fp4compile.templates.device.elements import (
     INFINITY_BITS,
     encode_pair,
@@ -34,13 +34,12 @@ U_MAX = tl.constexpr(reference_scales.U_MAX)
 CANDIDATES = tl.constexpr(reference_scales.CANDIDATES)
 SUBNORMALS = tl.constexpr(reference_scales.SUBNORMALS)
 LAST_WITH_DOUBLE = tl.constexpr(reference_scales.LAST_WITH_DOUBLE)
-E4M3_MIN = tl.constexpr(reference_scales.E4M3_MIN)
 MOST_SCALES = tl.constexpr(reference_scales.MOST_SCALES)
 LANES = 32  # blocks, or rows of square blocks, of a program
 
 
 def quantize(
-    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, rule: str, each_matrix: bool = False
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, each_matrix: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`reference_scales.quantize` on the GPU, bit for bit.
 
@@ -48,29 +47,28 @@ def quantize(
     global scale has one element per matrix, [B].
     """
     if x.dim() == 1:
-        row = quantize(x.unsqueeze(0), fmt, outer, layout, rule)
+        row = quantize(x.unsqueeze(0), fmt, outer, layout)
         return reference.drop_row(row)
     source = source_of(x, target_of(x.device))
     output = empty_output(source, x.shape, fmt, layout)
-    outer = _sweep(source, output, outer, layout, rule, each_matrix)
+    outer = _sweep(source, output, outer, layout, each_matrix)
     return *output.typed(), outer
 
 
-def best_scales(x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor, rule: str) -> torch.Tensor:
+def best_scales(x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor) -> torch.Tensor:
     """The linear E4M3 block scales [..., R / block rows, C / 16] of x [..., R, C], without codes.
 
     outer: float32 [], or [B] for each matrix of x [B, R, C].
     """
     source = source_of(x, target_of(x.device))
     output = empty_output(source, x.shape, fmt, "linear")
-    _sweep(source, output, outer, "linear", rule, outer.dim() == 1, codes=False)
+    _sweep(source, output, outer, "linear", outer.dim() == 1, codes=False)
     return output.typed()[1]
 
 
 def _sweep(
-    source: Source, output: Output, outer: torch.Tensor | None, layout: str, rule: str, each_matrix: bool,
-    codes: bool = True,
-) -> torch.Tensor | None:  # fmt: skip
+    source: Source, output: Output, outer: torch.Tensor | None, layout: str, each_matrix: bool, codes: bool = True
+) -> torch.Tensor | None:
     """Fill the scales, and the codes if `codes`; return the global scale."""
     fmt = output.format
     if outer is None and fmt.outer is not None:
@@ -78,15 +76,15 @@ def _sweep(
         for launch in launches:
             launch.run()
         bits = amax.tensor if each_matrix else amax.tensor.amax()
-        outer = reference_scales.outer_of(bits.view(torch.float32), rule)
+        outer = reference_scales.outer_of(bits.view(torch.float32))
     factor = torch.ones((), device=source.tensor.device) if outer is None else outer
     each = factor.dim() == 1
     block_rows = fmt.block[0]
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, 16), layout)
     tile_blocks = LANES // block_rows
     constants = {
-        "MSE": rule == "mse", "ABSOLUTE": rule == reference_scales.ABSOLUTE, "CODES": codes, "EACH_MATRIX": each,
-        "SWIZZLED": layout == "swizzled", "ALIGN": source.align, **store_aligns(source.cols, fmt),
+        "CODES": codes, "EACH_MATRIX": each, "SWIZZLED": layout == "swizzled", "ALIGN": source.align,
+        **store_aligns(source.cols, fmt),
         "DOUBLE_WINS": reference_scales.DOUBLE_WINS[16 * block_rows], "ROWS": block_rows, "BLOCKS": tile_blocks,
         "VECTORS": source.tensor.element_size(), "ISA": source.target.isa,
     }  # fmt: skip
@@ -97,13 +95,10 @@ def _sweep(
 
 
 @triton.jit
-def rest_of(u, scale, inverse, ABSOLUTE: tl.constexpr, ISA: tl.constexpr):
-    """(u - q * scale)^2 of elements, or its absolute value, where q is u * inverse rounded to E2M1."""
+def squared_rest(u, scale, inverse, ISA: tl.constexpr):
+    """(u - q * scale)^2 of elements, where q is u * inverse rounded to E2M1."""
     rest = u - rounded_e2m1(tl.minimum(u * inverse, 6.0), ISA) * scale
-    if ABSOLUTE:
-        return tl.abs(rest)
-    else:
-        return tl.fma(rest, rest, 0.0)  # no compiler can fuse this square into a sum: it is a fused operation already
+    return tl.fma(rest, rest, 0.0)  # no compiler can fuse this square into a sum: it is a fused operation already
 
 
 @triton.jit
@@ -120,14 +115,14 @@ def sum_neighbours(x):
 
 
 @triton.jit
-def block_error(first, second, scale, ABSOLUTE: tl.constexpr, ISA: tl.constexpr):
+def block_error(first, second, scale, ISA: tl.constexpr):
     """`reference_scales.block_error`: the errors [1, BLOCKS] of blocks with scales [1, BLOCKS].
 
     first, second: the even and the odd elements of each row, [ROWS, BLOCKS, 8], of blocks that are ROWS high.
     """
     inverse = reciprocal_e4m3(scale, ISA)[:, :, None]
     scale = scale[:, :, None]
-    errors = rest_of(first, scale, inverse, ABSOLUTE, ISA) + rest_of(second, scale, inverse, ABSOLUTE, ISA)
+    errors = squared_rest(first, scale, inverse, ISA) + squared_rest(second, scale, inverse, ISA)
     of_rows = sum_neighbours(errors)
     if of_rows.shape[0] == 1:
         return of_rows
@@ -140,21 +135,6 @@ def block_error(first, second, scale, ABSOLUTE: tl.constexpr, ISA: tl.constexpr)
 def scale_value(byte):
     """`elements.fp8_value` for positive finite E4M3 bytes (int32) -> float32."""
     return (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-
-
-@triton.jit
-def nearest_scale(scale, ISA: tl.constexpr):
-    """float32 -> (the byte of the nearest positive E4M3 number, its value)."""
-    return e4m3_round(tl.maximum(scale, E4M3_MIN), ISA)
-
-
-@triton.jit
-def four_or_six(first, second, largest, outer, ABSOLUTE: tl.constexpr, ISA: tl.constexpr):
-    """`reference_scales._four_or_six`. first, second: as in `block_error`. largest: of each block, [1, BLOCKS]."""
-    six, six_scale = nearest_scale(tl.div_rn(tl.div_rn(largest, 6.0), outer), ISA)
-    four, four_scale = nearest_scale(tl.div_rn(largest * 0.25, outer), ISA)
-    by_four = block_error(first, second, four_scale, ABSOLUTE, ISA)
-    return tl.where(by_four < block_error(first, second, six_scale, ABSOLUTE, ISA), four, six)
 
 
 @triton.jit
@@ -172,7 +152,7 @@ def least_error(first, second, top, DOUBLE_WINS: tl.constexpr, ISA: tl.constexpr
     # Not a `while`: Triton 3.6 fails on one whose values are tensors.
     for _ in range(MOST_SCALES):
         if tl.max(tl.max(active.to(tl.int32), 1), 0) > 0:
-            error = block_error(first, second, scale, False, ISA)
+            error = block_error(first, second, scale, ISA)
             better = active & (error <= best)
             best = tl.where(better, error, best)
             winner = tl.where(better, byte, winner)
@@ -187,14 +167,13 @@ def least_error(first, second, top, DOUBLE_WINS: tl.constexpr, ISA: tl.constexpr
 @triton.jit
 def sweep_scales(
     x_ptr, data_ptr, scales_ptr, outer_ptr, rows, cols, x_batch, x_row,
-    MSE: tl.constexpr, ABSOLUTE: tl.constexpr, CODES: tl.constexpr, EACH_MATRIX: tl.constexpr, SWIZZLED: tl.constexpr,
-    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, DOUBLE_WINS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+    CODES: tl.constexpr, EACH_MATRIX: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
+    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, DOUBLE_WINS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Store the scales of BLOCKS neighbouring blocks that are ROWS high. x: [batch, rows, cols], as in `quantize_rows`.
 
-    MSE: by the rule "mse"; ABSOLUTE: by absolute errors. CODES: store the codes too. outer_ptr: the global scale or
-    (EACH_MATRIX) one global scale for each matrix.
+    CODES: store the codes too. outer_ptr: the global scale or (EACH_MATRIX) one global scale for each matrix.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
@@ -216,11 +195,7 @@ def sweep_scales(
     first, second = unpack(words, dtype)
     u_first = tl.minimum(tl.abs(first) * factor, U_MAX)
     u_second = tl.minimum(tl.abs(second) * factor, U_MAX)
-    if MSE:
-        byte = least_error(u_first, u_second, top, DOUBLE_WINS, ISA)
-    else:
-        byte = four_or_six(u_first, u_second, largest.to(tl.float32, bitcast=True), outer, ABSOLUTE, ISA)
-    byte = tl.where(finite, byte, 0x7F)
+    byte = tl.where(finite, least_error(u_first, u_second, top, DOUBLE_WINS, ISA), 0x7F)
 
     if CODES:
         step = (fp8_value(byte, "e4m3") * outer)[:, :, None]

@@ -4,7 +4,7 @@ import functools
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ STATE_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
+# Rules of earlier versions for block scales, in files. By the present rule only later writes to a layer are quantised.
+_EARLIER_RULES = {"four_over_six": "mse", "four_over_six_mae": "mse", "four_over_six_448": "mse"}
 Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a buffer
 _DESCRIPTION = "_extra_state"  # the description's name in state dicts
 SHARDED = ("weight_data", "weight_scales")  # row scales are few, and a global scale has no rows
@@ -121,20 +123,15 @@ class PackedWeight(nn.Module):
         given: dict[str, torch.Tensor] = {}
         if amax is not None:
             amax = amax.to(weight.device)
-            given = {"amax": amax} if rule == "amax" else {"outer": reference_scales.outer_of(amax, rule)}
+            given = {"amax": amax} if rule == "amax" else {"outer": reference_scales.outer_of(amax)}
         layout, each = self.scale_layout_on(weight.device), self.experts is not None
         data, scales, outer = QUANTIZE(
             weight, self.layer_format.weight, dim, layout=layout, scale_rule=rule, each_matrix=each, **given
         )  # fmt: skip
         self._keep(weight.movedim(dim, -1), data, scales, given.get("outer", outer))
 
-    def fit(
-        self, weight: torch.Tensor, moments: gptq.Moments, rule: str, compensate: bool, amax: torch.Tensor | None
-    ) -> None:
-        """`store`, with codes that keep the outputs on sample inputs.
-
-        moments, rule, compensate: see `gptq.quantize`. A weight that is not finite is stored by `store`.
-        """
+    def fit(self, weight: torch.Tensor, moments: gptq.Moments, amax: torch.Tensor | None) -> None:
+        """`store`, with codes by `gptq.quantize`. A weight that is not finite is stored by `store`."""
         taken = self._taken(weight)
         if not taken.isfinite().all():
             self.store(weight, amax)
@@ -142,7 +139,7 @@ class PackedWeight(nn.Module):
         fmt, layout = formats.get(self.layer_format.weight), self.scale_layout_on(taken.device)
         matrices = taken.mT if self.in_first else taken
         each = matrices if self.experts is not None else matrices[None]
-        found = gptq.quantize(each, moments, fmt, rule, compensate=compensate, layout=layout, amax=amax)
+        found = gptq.quantize(each, moments, fmt, self.layer_format.scale_rule, layout=layout, amax=amax)
         if self.experts is None:
             found = tuple(None if part is None else part[0] for part in found)  # type: ignore[assignment]
         self._keep(matrices, *found)
@@ -288,6 +285,7 @@ class PackedWeight(nn.Module):
         super().__setstate__(state)
         if "weight_dtype" in vars(self):  # of older pickles
             self.weight_dtype = self.__dict__.pop("weight_dtype")
+        self.layer_format = replace(self.layer_format, scale_rule=present_rule(self.layer_format.scale_rule))
         outer = self._buffers.get("weight_outer")
         if outer is not None:  # older pickles have it as integers, and no buffer for the description
             self._buffers["weight_outer"] = outer.view(torch.float32)
@@ -332,7 +330,8 @@ class PackedWeight(nn.Module):
         if f"{prefix}weight" in state_dict:
             return "the state has its weight unpacked; load the state before fp4compile.pack_"
         state, mine = described(state_dict.get(prefix + _DESCRIPTION)), self.description
-        if state is not None and {"scale_rule": mine["scale_rule"]} | state != mine:
+        rule = mine["scale_rule"] if state is None else present_rule(state.get("scale_rule", mine["scale_rule"]))
+        if state is not None and state | {"scale_rule": rule} != mine:
             return f"the state is of {state}, the layer is {mine}"
         for name in BUFFERS:
             given, dtypes = state_dict.get(prefix + name), dtypes_in(self.layer_format.weight)[name]
@@ -518,6 +517,11 @@ def _is_shard(tensor: torch.Tensor) -> bool:
 def is_extra_state(key: str) -> bool:
     """Whether a key of a state dict names a module's extra state."""
     return key.rpartition(".")[2] == "_extra_state"
+
+
+def present_rule(rule: Any) -> Any:
+    """A rule for block scales as a file or a pickle names it; of the rules of earlier versions, the present one."""
+    return _EARLIER_RULES.get(rule, rule) if isinstance(rule, str) else rule
 
 
 def described(state: Any) -> dict[str, Any] | None:

@@ -1,17 +1,13 @@
-"""Codes of weights that keep a layer's outputs on sample inputs: GPTQ, and block scales by the rule "hessian".
+"""Codes of weights that keep a layer's outputs on sample inputs: GPTQ.
 
 Let H be the sum of x^T x over the inputs x of a layer. A weight w whose codes represent q changes the layer's outputs
 by the squared error (w - q) H (w - q)^T, summed over the rows of w.
 
-**GPTQ** (Frantar et al., arXiv:2210.17323) rounds one column of w after the other. The columns that follow make up for
+GPTQ (Frantar et al., arXiv:2210.17323) rounds one column of w after the other. The columns that follow make up for
 the error of each: w_j -= (w_i - q_i) U_ij / U_ii, where U is upper triangular and U^T U is the inverse of H. The scales
 of a block are made when its first column is reached, of the block as it is then. Global and row scales are those of the
 original weight. Columns behind a strip of 16 are corrected once for all 16, and those behind 128 once for all 128, each
 time by one matmul.
-
-**"hessian"** takes, for each block, the scale of least (w - q) H_b (w - q)^T, where H_b is the part of H of the block's
-columns. It tries the E4M3 numbers from two octaves below to one octave above the scale of the block's largest element;
-for MXFP4, four powers of two.
 
 The mean of H's diagonal times (1 % + 0.3 * in features / tokens) is added to the diagonal. With few tokens H is mostly
 noise: with 1 % alone, GPTQ on MiniLM had up to twice the error of rounding to nearest on other tokens where there were
@@ -24,14 +20,14 @@ matrix. All is float32, except for the factors of H, which are float64. Matmuls 
 `torch.set_float32_matmul_precision`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from fp4compile.formats import reference, reference_scales
-from fp4compile.formats.formats import HESSIAN, BlockFormat, as_integers
+from fp4compile.formats.formats import BlockFormat, as_integers
 from fp4compile.ops.quantize import QUANTIZE, best_scales
 
 DAMPENING, SHRINKAGE = 0.01, 0.3
@@ -39,9 +35,6 @@ FEWEST_TOKENS = 16
 COLUMNS = 128  # a multiple of every format's block length
 STRIP = 16  # columns that are rounded in one launch; a divisor of every format's block length
 AT_ONCE = 1 << 27  # elements of the H of matrices that are quantised at once: 1 GiB in float64
-# The scales that "hessian" tries, as distances of bytes from that of the block's largest element.
-_TRIED = {"e4m3": range(-16, 9), "e8m0": range(-2, 2)}
-_BYTES = {"e4m3": (1, reference_scales.CANDIDATES), "e8m0": (0, 254)}
 
 Quantised = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -55,7 +48,7 @@ class Moments:
 
     second: torch.Tensor
     tokens: list[int]
-    _made: dict[tuple[Callable, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def few(self) -> tuple[int, ...]:
@@ -70,22 +63,21 @@ class Moments:
         """The moments of some of the matrices."""
         return self if end - start >= len(self.tokens) else Moments(self.second[start:end], self.tokens[start:end])
 
-    def once(self, function: "Callable[[Moments, int], torch.Tensor]", multiple: int) -> torch.Tensor:
-        """What a function makes of these moments and of a number, computed at the first call."""
-        if (function, multiple) not in self._made:
-            self._made[function, multiple] = function(self, multiple)
-        return self._made[function, multiple]
+    def corrections(self, multiple: int) -> torch.Tensor:
+        """`_corrections`, computed at the first call."""
+        if multiple not in self._made:
+            self._made[multiple] = _corrections(self, multiple)
+        return self._made[multiple]
 
 
 def quantize(
-    weight: torch.Tensor, moments: Moments, fmt: BlockFormat, rule: str, *, compensate: bool,
+    weight: torch.Tensor, moments: Moments, fmt: BlockFormat, rule: str, *,
     layout: str = "linear", amax: torch.Tensor | None = None,
 ) -> Quantised:  # fmt: skip
     """Quantise finite weights [E, N, K] along K, each matrix separately.
 
-    moments: of the inputs of each matrix. rule: for block scales, one of `formats.SCALE_RULES` or "hessian".
-    compensate: whether GPTQ corrects columns; otherwise elements are rounded to nearest. layout: of the block scales.
-    amax: float32 [], of which all global scales are made; None takes the amax of each matrix.
+    moments: of the inputs of each matrix. rule: for block scales, one of `formats.SCALE_RULES`. layout: of the block
+    scales. amax: float32 [], of which all global scales are made; None takes the amax of each matrix.
 
     Returns the codes, block scales and global or row scales as the op `quantize` does with `each_matrix`.
     """
@@ -95,45 +87,33 @@ def quantize(
         for i in range(0, weight.shape[0], at_once):
             some = weight[i : i + at_once].float()
             scaling = _Scaling.of(some, fmt, rule, amax)
-            known = moments.part(i, i + at_once)
-            matrix = known.once(_regular, fmt.block_cols)
-            follow = known.once(_corrections, fmt.block_cols) if compensate else None
-            found.append(_quantize(some, matrix, follow, scaling, layout))
+            follow = moments.part(i, i + at_once).corrections(fmt.block_cols)
+            found.append(_quantize(some, follow, scaling, layout))
         data, scales, outer = zip(*found, strict=True)
         return _joined(data, 0), *(None if parts[0] is None else _joined(parts, 0) for parts in (scales, outer))
 
 
-def _quantize(
-    weight: torch.Tensor, matrix: torch.Tensor, follow: torch.Tensor | None, scaling: "_Scaling", layout: str
-) -> Quantised:  # fmt: skip
-    """`quantize` of float32 weights.
-
-    matrix: H of each, float64 [E, padded K, padded K]. follow: `_corrections` of H; None rounds to nearest.
-    """
+def _quantize(weight: torch.Tensor, follow: torch.Tensor, scaling: "_Scaling", layout: str) -> Quantised:
+    """`quantize` of float32 weights. follow: `_corrections`, [E, padded K, padded K]."""
     fmt, (rows, k) = scaling.fmt, weight.shape[1:]
-    columns = F.pad(weight, (0, matrix.shape[-1] - k)).mT.contiguous()  # [E, padded K, N]
+    columns = F.pad(weight, (0, follow.shape[-1] - k)).mT.contiguous()  # [E, padded K, N]
+    columns += 0.0  # -0.0 becomes 0.0: the signs of zeros are not defined in a strip
     scaled, scales = torch.empty_like(columns), []
     length = COLUMNS if fmt.scale is None else fmt.block_cols
-    if follow is not None:
-        columns += 0.0  # -0.0 becomes 0.0: the signs of zeros are not defined in a strip
     for start in range(0, columns.shape[1], COLUMNS):
         end = min(start + COLUMNS, columns.shape[1])
         errors = torch.empty_like(columns[:, start:end])
         for first in range(start, end, length):
             last = min(first + length, end)
-            block = columns[:, first:last]
-            found = scaling.scales_of(block.mT.contiguous(), matrix[:, first:last, first:last])
+            found = scaling.scales_of(columns[:, first:last].mT.contiguous())
             scales += [] if found is None else [found]
             steps = scaling.steps(found, rows)
-            if follow is None:
-                scaled[:, first:last] = block / _divisors(steps)
-                continue
             for i in range(first, last, STRIP):
                 strip = slice(i, min(i + STRIP, last))
                 made = errors[:, i - start : strip.stop - start]
                 _compensate(columns[:, strip], follow[:, strip, strip], steps, fmt, scaled[:, strip], made)
                 columns[:, strip.stop : end].baddbmm_(follow[:, strip, strip.stop : end].mT, made, alpha=-1)
-        if follow is not None and end < columns.shape[1]:
+        if end < columns.shape[1]:
             columns[:, end:].baddbmm_(follow[:, start:end, end:].mT, errors, alpha=-1)
     y = scaled.mT.contiguous()
     data = reference.pack(reference.e2m1_encode(_clamped(y, fmt), y < 0)) if fmt.packed else _cast(y, fmt)
@@ -193,7 +173,7 @@ def _corrections(moments: Moments, multiple: int) -> torch.Tensor:
 
     H = R R^T with R upper triangular is the Cholesky factor of H in reverse order. U is the inverse of R.
     """
-    matrix = moments.once(_regular, multiple)
+    matrix = _regular(moments, multiple)
     factor = torch.linalg.cholesky(matrix.flip(-2, -1)).flip(-2, -1)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     upper = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=True)
@@ -229,21 +209,16 @@ class _Scaling:
             amax = amax.to(weight.device).expand(weight.shape[0]).contiguous()
         if rule == "amax":
             return cls(fmt, rule, amax, reference.outer_of(amax, fmt))
-        return cls(fmt, rule, amax, reference_scales.outer_of(amax, "mse" if rule == HESSIAN else rule))
+        return cls(fmt, rule, amax, reference_scales.outer_of(amax))
 
-    def scales_of(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor | None:
-        """The scales [E, R, 1] of blocks x [E, N, block length]; None for formats without block scales.
-
-        matrix: H of the block's columns, float64 [E, block length, block length].
-        """
+    def scales_of(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The scales [E, R, 1] of blocks x [E, N, block length]; None for formats without block scales."""
         if self.fmt.scale is None:
             return None
         if self.rule == "amax":
             return QUANTIZE(x, self.fmt.name, -1, each_matrix=True, amax=self.amax)[1]
         outer = x.new_ones(x.shape[0]) if self.outer is None else self.outer
-        if self.rule == HESSIAN:
-            return _weighted(x, matrix.float(), self.fmt, outer)
-        return best_scales(x, self.fmt, outer, self.rule)
+        return best_scales(x, self.fmt, outer)
 
     def steps(self, scales: torch.Tensor | None, rows: int) -> torch.Tensor:
         """Block scales [E, R, 1] times global or row scales, for each of N rows: [E, 1, N]."""
@@ -253,25 +228,6 @@ class _Scaling:
         scales = reference.scales_of_rows(scales, self.fmt, rows) if self.fmt.square else scales
         steps = reference.decoded(scales, self.fmt)
         return (steps if outer is None else steps * outer).mT
-
-
-def _weighted(x: torch.Tensor, matrix: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor) -> torch.Tensor:
-    """The scales by "hessian" of x [E, N, block length]. matrix: H of its columns, float32. outer: [E]."""
-    blocks = reference._blocks(x, fmt)[..., 0, :]  # [E, R, block rows, block length]
-    largest, factor = blocks.abs().amax((-2, -1)), outer[:, None]
-    if fmt.scale == "e8m0":
-        start = reference.e8m0_scale(largest, fmt.element, "rceil")
-    else:
-        start = reference_scales.nearest(largest / 6.0 / factor)
-    best, winner = torch.full_like(largest, torch.inf), start.to(torch.uint8)
-    for distance in _TRIED[str(fmt.scale)]:
-        byte = (start.to(torch.int32) + distance).clamp(*_BYTES[str(fmt.scale)]).to(torch.uint8)
-        steps = (reference.decoded(byte.view(fmt.scale_dtype), fmt) * factor)[..., None, None]
-        rest = blocks - _rounded(blocks / _divisors(steps), fmt) * steps
-        error = ((rest @ matrix[:, None]) * rest).sum((-2, -1))
-        better = error < best
-        best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
-    return winner[..., None].view(fmt.scale_dtype)
 
 
 def _divisors(steps: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from fp4compile.analysis.module_names import packed_name, parameter_name
 from fp4compile.formats import formats
-from fp4compile.weights.buffers import LayerFormat, PackedWeight
+from fp4compile.weights.buffers import LayerFormat, PackedWeight, present_rule
 from fp4compile.weights.experts import PackedExperts, Place, insert, places_of, remove
 from fp4compile.weights.experts import obstacle as experts_obstacle
 from fp4compile.weights.linear import PackedLayer, is_linear, obstacle, sizes, unpacked_layer
@@ -123,7 +123,7 @@ def _format_of(name: str, state: dict[str, Any]) -> LayerFormat:
     """The format in a packed layer's state. Raises ValueError, which has the layer's name, for an invalid state."""
     try:
         # Files of version 0.1 and other libraries' checkpoints have no rule.
-        rule = state.get("scale_rule", "amax")
+        rule = present_rule(state.get("scale_rule", "amax"))
         return LayerFormat(state["weight"], state["activation"], state["activation_outer"], rule)
     except (ValueError, TypeError) as error:
         raise ValueError(f"layer {name!r}: {error}") from error

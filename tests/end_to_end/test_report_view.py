@@ -30,7 +30,7 @@ def wide():
     rows = [row(deep.format(block), fused="pow, mean, add, rsqrt, mul", **times) for block in range(3)]
     rows += [
         row("x" * 200, product="wgrad", m="8*s77*s91 + 3*s14*s27*s33", left="nvfp4_one_level", right="mxfp8_even",
-            saved=3 * 2**19, saved_plain=3 * 2**20, weight_scales="four_over_six", **times),
+            saved=3 * 2**19, saved_plain=3 * 2**20, weight_scales="mse (training)", **times),
         row("head", reason="output head", flops=1000, plain_seconds=4e-6, seconds=4e-6),
         row("layers.1.q", LONG, "other"), row("layers.1.k", "dtype float64", "dgrad"),
         row("router", reason="router: its outputs choose among experts"), row("a.b", note="something is so"),

@@ -201,7 +201,7 @@ def _more(program: Program):
     if stochastic and rng.random() < 0.5:
         recipe = recipe.replace(stochastic_rounding=stochastic)
     if recipe.fprop_w in ("nvfp4", "nvfp4_one_level") and rng.random() < 0.1:
-        recipe = recipe.replace(weight_scales=rng.choice(("mse", "four_over_six")))
+        recipe = recipe.replace(weight_scales="mse")
     return recipe
 
 

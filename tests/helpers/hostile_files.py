@@ -1,4 +1,4 @@
-"""Checkpoints that are broken in one place each, made of whole ones: our own files, and four published layouts.
+"""Checkpoints that are broken in one place each, made of whole ones: our own files, and three published layouts.
 
 `KINDS` are the whole ones, `variants()` the broken ones. What a variant's error has to name stands with it.
 """
@@ -77,7 +77,6 @@ KINDS: dict[str, tuple[Callable[[Path], object], Callable[[], nn.Module]]] = {
     "modelopt": (exporter("modelopt", "nvfp4_static"), Net),
     "sharded": (exporter("modelopt", "nvfp4_static", max_shard_size=9000), Net),
     "compressed": (exporter("compressed-tensors", "nvfp4_static"), Net),
-    "mxfp8": (exporter("modelopt", "mxfp8"), Net),
     "gpt_oss": (write_gpt_oss, Experts),
 }
 
@@ -198,15 +197,14 @@ NO_OBJECTS: dict[str, str | bytes] = {
 
 
 def broken_bytes() -> Iterator[Variant]:
-    """safetensors itself tells that they are broken, in every kind by the same reader."""
-    for kind in ("packed", "modelopt", "gpt_oss"):
-        for part in (0, 7, 9, 0.5, -1):
-            cut = functools.partial(lambda n, b: b[: int(n * len(b)) if isinstance(n, float) else n], part)
-            yield Variant(kind, f"cut at {part}", raw(cut))
-        for length in (0, 2**31, 2**64 - 1):
-            longer = functools.partial(lambda n, b: struct.pack("<Q", n) + b[8:], length)
-            yield Variant(kind, f"header of {length} bytes", raw(longer))
-        yield Variant(kind, "one byte more", raw(lambda b: b + b"\0"))
+    """safetensors itself tells that they are broken."""
+    for part in (0, 7, 9, 0.5, -1):
+        cut = functools.partial(lambda n, b: b[: int(n * len(b)) if isinstance(n, float) else n], part)
+        yield Variant("packed", f"cut at {part}", raw(cut))
+    for length in (0, 2**31, 2**64 - 1):
+        longer = functools.partial(lambda n, b: struct.pack("<Q", n) + b[8:], length)
+        yield Variant("packed", f"header of {length} bytes", raw(longer))
+    yield Variant("packed", "one byte more", raw(lambda b: b + b"\0"))
 
 
 def broken_headers() -> Iterator[Variant]:
@@ -286,9 +284,8 @@ def broken_buffers() -> Iterator[Variant]:
         yield Variant("packed", f"{name} in float64", each([name], lambda t: t.double()), name)
         yield Variant("packed", f"{name} of another shape", each([name], lambda t: t[None]), name)
     yield Variant("packed", "codes transposed", each([data], lambda t: t.T), data)
-    for kind in ("packed", "modelopt"):
-        more = tensors(lambda found: found.update(more=torch.ones(1)))
-        yield Variant(kind, "one tensor more", more, "the model has no 'more'")
+    more = tensors(lambda found: found.update(more=torch.ones(1)))
+    yield Variant("packed", "one tensor more", more, "the model has no 'more'")
     kind, scales = "packed_experts", "experts.down_proj_packed.weight_scales"
     yield Variant(kind, "NaN of E8M0", with_byte(scales, 255), scales)
     yield Variant(kind, "a scale too few", each([scales], lambda t: t[:, :-1]), scales)
@@ -309,10 +306,8 @@ GROUP = ("quantization_config", "config_groups", "group_0")
 
 
 def broken_configurations() -> Iterator[Variant]:
-    files = {"modelopt": (HF_QUANT_CONFIG, CONFIG), "compressed": (CONFIG,), "sharded": (INDEX,)}
-    for kind, names in files.items():
-        for file in names:
-            yield from (Variant(kind, f"{file}: {what}", text(file, c), file) for what, c in NO_OBJECTS.items())
+    for kind, file in (("modelopt", HF_QUANT_CONFIG), ("modelopt", CONFIG), ("sharded", INDEX)):
+        yield from (Variant(kind, f"{file}: {what}", text(file, c), file) for what, c in NO_OBJECTS.items())
     no_map = "weight_map does not give a file for each tensor"
     changes: list[tuple[str, str, str, tuple, list]] = [
         ("modelopt", HF_QUANT_CONFIG, "", ("quantization",), [[1], 5, "NVFP4", DEEP]),
@@ -325,7 +320,7 @@ def broken_configurations() -> Iterator[Variant]:
         ("compressed", CONFIG, "", ("quantization_config", "config_groups"), [[1], 5, "x", None, {}, GONE]),
         ("compressed", CONFIG, "", GROUP, [[1], 5, "x", None, {}]),
         ("compressed", CONFIG, "", (*GROUP, "targets"), ["Linear", 5, {}, None, [], [5], [None], [[]], ["L"]]),
-        ("compressed", CONFIG, CONFIG, (*GROUP, "targets"), [[f"re:{one}"] for one in ("[", r"(\w)\1", r"(\w+)+!")]),
+        ("compressed", CONFIG, CONFIG, (*GROUP, "targets"), [["re:["], [r"re:(\w)\1"]]),
         ("compressed", CONFIG, "", (*GROUP, "weights"), [[1], 5, "x", None, {}]),
         ("compressed", CONFIG, "", (*GROUP, "input_activations"), [[1], 5, "x", {}]),
         ("compressed", CONFIG, "", (*GROUP, "weights", "num_bits"), ["4", [4], None, {}, 3, DEEP]),
@@ -385,27 +380,25 @@ def broken_outers() -> Iterator[Variant]:
     }
     for kind, names in outers.items():
         for name in (f"{LAYER}.{one}" for one in names):
-            for value in (-1.0, 0.0, float("nan"), float("inf"), 1e-45, 1e30 if kind == "modelopt" else 1e-30):
-                why = f"{value:g}, as the " if 1e-40 < value < 1e40 else "expected a positive normal number"
-                yield Variant(kind, f"{name} = {value}", filled(name, value), f"tensor {name!r}: {why}")
+            for value in (-1.0, 0.0, float("nan"), float("inf"), 1e-45):
+                why = f"tensor {name!r}: expected a positive normal number"
+                yield Variant(kind, f"{name} = {value}", filled(name, value), why)
             yield Variant(kind, f"no {name}", lost(name), f"tensor {name!r} is missing")
             for what, change in (("two of", lambda t: torch.stack([t, t])), ("float16 in", lambda t: t.half())):
                 yield Variant(kind, f"{what} {name}", each([name], change), f"tensor {name!r}: expected one float32")
 
 
 def broken_tensors() -> Iterator[Variant]:
-    codes = {"modelopt": ("weight", (0x7F, 0x80, 0xFF)), "compressed": ("weight_packed", (0x7F, 0x90)),
-             "mxfp8": ("weight", (255,))}  # fmt: skip
+    codes = {"modelopt": ("weight", (0x7F, 0x80, 0xFF)), "compressed": ("weight_packed", (0x7F, 0x90))}
     for kind, (data, bad) in codes.items():
         data, scales = f"{LAYER}.{data}", f"{LAYER}.weight_scale"
         for value in bad:
             yield Variant(
                 kind, f"scale byte {value}", with_byte(scales, value), f"tensor {scales!r}: has scales that are NaN"
             )
-        if kind != "mxfp8":  # whose codes are square
-            yield Variant(kind, "codes transposed", each([data], lambda t: t.T), f"tensor {scales!r}: expected shape")
-            fewer = each([data, scales], lambda t: t[:, : 1 if t.shape[1] == 4 else t.shape[1] // 4])
-            yield Variant(kind, "one block a row", fewer, f"layer {LAYER!r}: the file has in and out features")
+        yield Variant(kind, "codes transposed", each([data], lambda t: t.T), f"tensor {scales!r}: expected shape")
+        fewer = each([data, scales], lambda t: t[:, : 1 if t.shape[1] == 4 else t.shape[1] // 4])
+        yield Variant(kind, "one block a row", fewer, f"layer {LAYER!r}: the file has in and out features")
         for name in (scales, data):
             yield Variant(kind, f"no {name}", lost(name), LAYER)
             for what, change in {

@@ -60,22 +60,21 @@ def test_the_search_misses_no_scale(name):
     fmt = formats.get(name)
     for (kind, x), (factor, top) in itertools.product(adversaries(64, 256), ((1.0, True), (0.37, False))):
         x = with_top(x * factor) if top else x * factor
-        blocks, outer = reference._blocks(x, fmt), scales.outer_of(x.abs().amax(), "mse")
+        blocks, outer = reference._blocks(x, fmt), scales.outer_of(x.abs().amax())
         best, expected = all_scales(blocks, outer)
-        found = scales.best_scales(blocks, outer, "mse").view(torch.uint8).flatten()
+        found = scales.best_scales(blocks, outer).view(torch.uint8).flatten()
         assert torch.equal(found, expected.to(torch.uint8)), (kind, factor, top)
     # A smaller amax than the weight has: every scale clips the largest elements. Above 224 no scale has a double.
     clipped = torch.full((16, 16), 6 * 416.0)
     clipped[0, 0] = 6 * 416 + 900.0 if name == "nvfp4" else 8000.0
     blocks, outer = reference._blocks(clipped, fmt), torch.tensor(1.0)
-    found = scales.best_scales(blocks, outer, "mse").view(torch.uint8).flatten()
+    found = scales.best_scales(blocks, outer).view(torch.uint8).flatten()
     assert torch.equal(found, all_scales(blocks, outer)[1].to(torch.uint8)) and found[0] == 125
     for small in (1.0, 1e-3, 1e-38):
-        outer = scales.outer_of(torch.tensor(small), "mse")
+        outer = scales.outer_of(torch.tensor(small))
         expected = all_scales(blocks := reference._blocks(torch.randn(32, 64), fmt), outer)[1]
-        assert torch.equal(
-            scales.best_scales(blocks, outer, "mse").view(torch.uint8).flatten(), expected.to(torch.uint8)
-        )
+        found = scales.best_scales(blocks, outer).view(torch.uint8).flatten()
+        assert torch.equal(found, expected.to(torch.uint8))
 
 
 def test_few_scales_are_tried(monkeypatch):
@@ -140,74 +139,6 @@ def test_codes_and_scales_are_modelopts():
     assert torch.equal(reference.unpack(found.data), (code + 8 * (y < 0)).to(torch.uint8))
 
 
-def test_four_over_six_takes_the_better_of_two():
-    x = torch.randn(64, 256)
-    found, outer = fp4compile.quantize(x, "nvfp4", scales="four_over_six"), x.abs().amax() / 1536.0
-    assert torch.equal(found.outer, outer)
-    blocks, chosen = x.unflatten(-1, (-1, 16)), found.scales.float()
-    top = blocks.abs().amax(-1) * (1.0 / outer)
-    six, four = ((top / element).to(torch.float8_e4m3fn).float() for element in (6.0, 4.0))
-    assert four.max() == 384 and ((chosen == six) | (chosen == four)).all()
-    assert (chosen != six).any() and (chosen != four).any()
-
-    def rest(scale):
-        step = (scale * outer).double().unsqueeze(-1)
-        y = (blocks.double() / step).abs()
-        return (y.unsqueeze(-1) - GRID).abs().amin(-1).mul(step).square().sum(-1)
-
-    clear = (rest(six) - rest(four)).abs() > 1e-6 * rest(six)
-    assert torch.equal((chosen == four)[clear], (rest(four) < rest(six))[clear])
-    even = fp4compile.quantize(torch.zeros(1, 16), "nvfp4", scales="four_over_six")
-    assert even.dequantize().eq(0).all() and even.outer == 1
-    # 4, 2 and 1 are on the grid by both scales, and so is 6: both errors are 0.
-    tie = fp4compile.quantize(
-        torch.tensor([[256.0 * 6, *[0.0] * 15, 96.0, *[0.0] * 15]]), "nvfp4", scales="four_over_six"
-    )
-    assert tie.scales.float().tolist() == [[256.0, 16.0]]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_divisions_in_four_over_six_has_the_least_error(seed):
-    """Uniform bf16 weights have blocks whose scale is a tie of two E4M3 numbers; the order of divisions decides there.
-
-    The oracle is the package fouroversix, which multiplies by 1536 / amax where this package divides by amax / 1536.
-    """
-    gen = torch.Generator().manual_seed(seed)
-    x = (2 * torch.rand(4096, 64, generator=gen) - 1).bfloat16()
-    found = fp4compile.quantize(x, "nvfp4", scales="four_over_six")
-    blocks, p = x.float().view(4096, 4, 16), x.abs().amax().float() / 1536
-    top = blocks.abs().amax(-1)
-
-    def chosen(six, four):
-        both = [scale.clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float() for scale in (six, four)]
-        rest = torch.stack([scales.rest(blocks.abs(), (one * p).unsqueeze(-1)).square().sum(-1) for one in both])
-        return torch.where(rest[1] < rest[0], both[1], both[0]), rest.amin(0)
-
-    own, error = chosen(top / 6 / p, top / 4 / p)
-    assert torch.equal(found.scales.float(), own)
-    encode = 1536 / x.abs().amax().float()
-    other, more = chosen(top / 6 * encode, top / 6 * encode * 1.5)
-    apart = own != other
-    assert 330 <= apart.sum() <= 365  # of 16,384 blocks
-    assert 1.1 < more[apart].sum() / error[apart].sum() < 1.4
-
-
-def test_four_over_six_by_absolute_errors_and_with_scales_up_to_448():
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    blocks, amax = x.view(64, 16, 16), x.abs().amax()
-    for rule, largest, power in (("four_over_six_mae", 256, 1), ("four_over_six_448", 448, 2)):
-        found, outer = fp4compile.quantize(x, "nvfp4", scales=rule), amax / (6 * largest)
-        assert torch.equal(found.outer, outer)
-        top = blocks.abs().amax(-1)
-        both = [(top / n / outer).clamp(max=448).to(torch.float8_e4m3fn).double() for n in (6.0, 4.0)]
-        steps = [(s * outer)[..., None] for s in both]
-        rest = [((blocks / s).abs()[..., None] - GRID).abs().amin(-1) * s for s in steps]
-        six, four = (one.pow(power).sum(-1) for one in rest)
-        clear = (six - four).abs() > 1e-5 * six
-        assert torch.equal(found.scales.double()[clear], torch.where(four < six, both[1], both[0])[clear])
-        assert (found.scales.double() == both[1]).any() and (found.scales.double() == both[0]).any()
-
-
 def test_mxfp4_takes_the_power_of_two_of_least_error():
     gen = torch.Generator().manual_seed(0)
     on_the_grid = GRID[torch.randint(8, (64, 256), generator=gen)] * 2.0 ** torch.randint(-3, 3, (64, 1), generator=gen)
@@ -236,14 +167,13 @@ def as_bytes(quantised):
     return quantised.scales.view(torch.uint8).int()
 
 
-@pytest.mark.parametrize("rule", ["mse", "four_over_six"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_shows(rule, value):
+def test_what_is_not_finite_shows(value):
     x = torch.randn(20, 64)
     x[3, 20] = value
     for name in BLOCKS:
-        assert not fp4compile.quantize(x, name, scales=rule).dequantize()[3, 20].isfinite()
-        given = fp4compile.quantize(x, name, outer=torch.tensor(0.01), scales=rule).dequantize()
+        assert not fp4compile.quantize(x, name, scales="mse").dequantize()[3, 20].isfinite()
+        given = fp4compile.quantize(x, name, outer=torch.tensor(0.01), scales="mse").dequantize()
         assert given[3, 16:32].isnan().all() and given[:, :16].isfinite().all() and given[16:].isfinite().all()
     best = fp4compile.scale_sweep(x, torch.tensor(3.0))
     assert best[3, 1].isnan() and best.isnan().sum() == 1
@@ -276,8 +206,7 @@ def test_shapes_strides_and_matrices():
     (lambda w: fp4compile.quantize(w, "nvfp4", scales="msee"), "scales: unknown rule 'msee'. Did you mean 'mse'"),
     (lambda w: fp4compile.quantize(w, "nvfp4", scales="mse", hadamard=True), "scales='mse': is for weights"),
     (lambda w: fp4compile.quantize(w, "nvfp4", scales="mse", offs=torch.tensor([1]).int()), "scales='mse': is for "),
-    (lambda w: torch.ops.fp4compile.quantize(w, "mxfp4", scale_rule="four_over_six"),
-     "scale_rule='four_over_six': needs an NVFP4"),
+    (lambda w: torch.ops.fp4compile.quantize(w, "mxfp8", scale_rule="mse"), "scale_rule='mse': needs an NVFP4"),
     (lambda w: torch.ops.fp4compile.quantize(w, "nvfp4", offs=torch.tensor([1]).int(), scale_rule="mse"),
      "scale_rule='mse': is for weights, which have no groups"),
     (lambda w: fp4compile.scale_sweep(w, block=(1, 32)), r"block=\(1, 32\): allowed are \(1, 16\) and \(16, 16\)"),

@@ -29,19 +29,70 @@ from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.problem import problem_of
-from tests.helpers.absent_gpu import fused_graph, launched_on
-from tests.helpers.clock import Clock
+from tests.helpers.absent_gpu import ANY, fused_graph, launched_on
+from tests.helpers.arguments import times
 from tests.helpers.quantising_products import graph_of
 
-LIBRARY, KERNEL = "library_block_scaled", "block_scaled_sm100"
+LIBRARY, KERNEL, EXPERTS = "library_block_scaled", "block_scaled_sm100", "grouped_block_scaled_sm100"
 TILES = BlockScaledConfig(128, 128, 256, 3, 4), BlockScaledConfig(128, 256, 256, 3, 4)
 
 
+class Clock:
+    """What was timed, as (kernel, configuration), and how long it is said to take: by configuration, else by kernel."""
+
+    def __init__(self, monkeypatch, times):
+        self.timed, self.times = [], times
+        monkeypatch.setattr(autotune, "_winners", {})
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(autotune, "_copies", lambda product: [None])
+        monkeypatch.setattr(autotune, "_times", self._times)
+
+    @property
+    def kernels(self):
+        return [[kernel for kernel, _ in each] for each in self.timed]
+
+    def _times(self, sequences):
+        choices = [call.keywords["choice"] for (call,) in sequences]
+        self.timed.append([(choice.kernel, choice.config) for choice in choices])
+        return [self.times.get(choice.config, self.times.get(choice.kernel, float("inf"))) for choice in choices]
+
+
 def with_tiles(monkeypatch, *tiles):
-    """Let the kernel of block-scaled products have these configurations, and TILES[0] without a clock."""
-    tuned = dataclasses.replace(named(KERNEL), configurations=lambda problem: tiles, configure=lambda problem: TILES[0])
-    entries = tuple(tuned if each.name == KERNEL else each for each in registry.REGISTRY)
+    """Let the kernels of block-scaled products have these configurations, and TILES[0] without a clock."""
+    given = {"configurations": lambda problem: tiles, "configure": lambda problem: TILES[0]}
+    entries = tuple(
+        dataclasses.replace(each, **given) if each.name in (KERNEL, EXPERTS) else each for each in registry.REGISTRY
+    )
     monkeypatch.setattr(registry, "REGISTRY", entries)
+
+
+def plain(x, w):
+    return x @ w.t()
+
+
+def gated(x, w, same):
+    return torch.relu(x @ w.t()) * same
+
+
+def in_groups(x, w, offs, dim):
+    operands = []
+    for each in (x, w):
+        groups = {"each_matrix": True} if each.dim() == 3 else {"offs": offs}
+        operands.append((*torch.ops.fp4compile.quantize(each, "nvfp4", dim, layout="swizzled", **groups), "nvfp4"))
+    return times(*operands, offs=offs, rows=x.shape[0])
+
+
+def experts(x, w, offs):
+    return in_groups(x, w, offs, -1)
+
+
+def of_tokens(x, w, offs):
+    """Groups along the contraction."""
+    return in_groups(x, w, offs, -2)
+
+
+BF16, OF_EXPERTS = torch.bfloat16, [torch.bfloat16, torch.bfloat16, torch.int32]
+FORWARD = (258, 512), (4, 1024, 512), (4,)
 
 
 @pytest.mark.parametrize(("recipe", "library", "kernel", "expected"), [
@@ -64,28 +115,39 @@ def test_time_decides(recipe, library, kernel, expected, monkeypatch):
 
 
 @pytest.mark.parametrize("best", TILES)
-def test_every_configuration_is_timed(best, monkeypatch):
-    """The fastest one is launched; without the mode, that of the heuristics."""
+@pytest.mark.parametrize(("function", "shapes", "kernel", "others"), [
+    (plain, ((256, 1024), (512, 1024)), KERNEL, [(LIBRARY, None)]), (experts, FORWARD, EXPERTS, []),
+    (of_tokens, ((256, 512), (256, 384), (4,)), EXPERTS, []),
+], ids=["dense", "experts", "along the contraction"])  # fmt: skip
+def test_every_configuration_is_timed(function, shapes, kernel, others, best, monkeypatch):
+    """The fastest one is launched; without the mode, what is first by rank, in the configuration of the heuristics."""
     with_tiles(monkeypatch, *TILES)
     clock = Clock(monkeypatch, {LIBRARY: 3.0, **dict.fromkeys(TILES, 2.0), best: 1.0})
-    shapes = (256, 1024), (512, 1024)
 
     def launched(settings):
         with config.patch(settings):
-            return fused_graph(lambda x, w: x @ w.t(), *shapes, then=lower).launches[-1].constants
+            return fused_graph(function, *shapes, dtypes=OF_EXPERTS[: len(shapes)], then=lower).launches[-1].constants
 
     constants = launched({"max_autotune": True})
     assert (constants["BM"], constants["BN"]) == (best.bm, best.bn)
-    assert clock.timed == [[(LIBRARY, None), *((KERNEL, each) for each in TILES)]]
+    assert clock.timed == [[*others, *((kernel, each) for each in TILES)]]
     assert launched({"max_autotune": True}) == constants and len(clock.timed) == 1
-    assert "BN" not in launched({}) and len(clock.timed) == 1  # by rank: the quantise kernel is the last launch
+    by_rank = launched({})  # where it is the library, the quantise kernel is the last launch
+    assert (by_rank.get("BN") == (None if others else TILES[0].bn)) and len(clock.timed) == 1
+
+
+@pytest.mark.parametrize("tokens", [ANY, 0], ids=["a symbolic number", "none"])
+def test_tokens_of_experts_that_are_not_timed(tokens, monkeypatch):
+    clock = Clock(monkeypatch, {EXPERTS: 1.0})
+    with config.patch(max_autotune=True):
+        graph = fused_graph(experts, (tokens, 512), *FORWARD[1:], dtypes=OF_EXPERTS, then=lower).graph
+    assert not clock.timed and not [node for node in graph.nodes if "fp4compile" in str(node.target)]
 
 
 def test_products_with_epilogues_are_timed(monkeypatch):
     """Only by what applies the epilogue, with the tensors that it reads; another epilogue is another problem."""
     with_tiles(monkeypatch, *TILES)
     clock = Clock(monkeypatch, {TILES[0]: 2.0, TILES[1]: 1.0})
-    gated = lambda x, w, same: torch.relu(x @ w.t()) * same  # noqa: E731
     with config.patch(max_autotune=True):
         for function in (gated, gated, lambda x, w, same: torch.relu(x @ w.t()) + same):
             result = fused_graph(function, (256, 512), (512, 512), (256, 512), then=lower)
@@ -97,11 +159,10 @@ def test_one_epilogue_of_tensors_of_two_dtypes_is_timed_for_each(monkeypatch):
     """The kernel reads twice as many bytes of float32; the steps, and what they make, are the same."""
     with_tiles(monkeypatch, *TILES)
     clock, texts = Clock(monkeypatch, {TILES[0]: 2.0, TILES[1]: 1.0}), []
-    gated, bf16 = lambda x, w, same: torch.relu(x @ w.t()) * same, torch.bfloat16  # noqa: E731
     wide = lambda x, w, same: (torch.relu(x @ w.t()).float() * same).bfloat16()  # noqa: E731
     with config.patch(max_autotune=True):
-        for function, dtype in ((gated, bf16), (wide, torch.float32)) * 2:
-            found = fused_graph(function, (256, 512), (512, 512), (256, 512), dtypes=[bf16, bf16, dtype], then=lower)
+        for function, dtype in ((gated, BF16), (wide, torch.float32)) * 2:
+            found = fused_graph(function, (256, 512), (512, 512), (256, 512), dtypes=[BF16, BF16, dtype], then=lower)
             assert found.fused == 1
             texts.append(found.launches[-1].constants["EPILOGUE"])
     assert len(set(texts)) == 1, "what the kernel is compiled for has no dtypes of pointers"
@@ -161,24 +222,21 @@ def test_by_rank_where_nothing_could_be_timed(monkeypatch):
     with_tiles(monkeypatch, *reversed(TILES))
     Clock(monkeypatch, {})
     with config.patch(max_autotune=True):
-        launches = fused_graph(lambda x, w: x @ w.t(), (256, 512), (512, 512), recipe="mxfp4", then=lower).launches
+        launches = fused_graph(plain, (256, 512), (512, 512), recipe="mxfp4", then=lower).launches
     assert launches[-1].constants["BN"] == TILES[0].bn
 
 
-def product_node(epilogue=False):
+SHAPES = {plain: ((256, 512), (512, 512)), gated: ((256, 512), (512, 512), (256, 512)), experts: FORWARD}
+
+
+def product_node(function=plain):
     """The product of a graph, as it is before it is lowered."""
-    found = []
-
-    def plain(x, w, same):
-        return x @ w.t()
-
-    def gated(x, w, same):
-        return torch.relu(x @ w.t()) * same
+    found, shapes = [], SHAPES[function]
 
     def keep(graph):
         found.extend(scaled_mm_of(node) for node in graph.find_nodes(op="call_function", target=SCALED_MM))
 
-    fused_graph(gated if epilogue else plain, (256, 512), (512, 512), (256, 512), then=keep)
+    fused_graph(function, *shapes, dtypes=OF_EXPERTS if function is experts else (), then=keep)
     (product,) = found
     return product
 
@@ -187,29 +245,31 @@ def product_node(epilogue=False):
 def pretended_device(monkeypatch, l2):
     """A GPU with an L2 cache of so many bytes, whose tensors are made on the CPU."""
     properties = SimpleNamespace(L2_cache_size=l2)
-    empty_strided = torch.empty_strided
+    empty_strided, tensor = torch.empty_strided, torch.tensor
     with monkeypatch.context() as patch, unset_fake_temporarily():
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         patch.setattr(torch, "empty_strided", lambda *args, device, **more: empty_strided(*args, **more))
+        patch.setattr(torch, "tensor", lambda *args, device, **more: tensor(*args, **more))
         yield
 
 
-@pytest.mark.parametrize("epilogue", [False, True])
-def test_what_is_timed_is_the_product(epilogue, monkeypatch):
+@pytest.mark.parametrize("function", SHAPES)
+def test_what_is_timed_is_the_product(function, monkeypatch):
     """On tensors like the product's own, real ones, without NaN; as many as fill the L2 cache twice, within limits."""
-    product, l2 = product_node(epilogue), 2**20
-    with dry_run(Target(100)), pretended_device(monkeypatch, l2):
-        copies = autotune._copies(product.values())
-    codes, scales = (256 + 512) * 512 // 2, (256 + 512) * 512 // 16
-    assert len(copies) == 2 * l2 // (codes + scales)
-    wanted = product.values()
+    wanted = product_node(function).values()
+    size = sum(x.nbytes for one in (wanted.a, wanted.b) for x in (one.data, one.scales))
+    with dry_run(Target(100)), pretended_device(monkeypatch, 3 * size):
+        copies = autotune._copies(wanted)
+    assert len(copies) == 6
     for copy in copies:
         assert copy.bias is None and copy.spec.out_dtype == torch.bfloat16
-        assert (copy.spec.epilogue is not None) == epilogue
-        assert len(copy.auxiliaries) == epilogue
+        assert (copy.spec.epilogue is not None) == (function is gated) == len(copy.auxiliaries)
+        assert (copy.offs is not None) == (function is experts)
+        if copy.offs is not None:  # sizes of groups differ by at most one row
+            assert (copy.offs.tolist(), copy.offs.dtype, copy.rows) == ([64, 129, 193, 258], torch.int32, 258)
         for like, x in ((wanted.a, copy.a), (wanted.b, copy.b)):
-            assert not isinstance(x.data, FakeTensor) and x.outer.isfinite().all()
-            assert (x.data.shape, x.data.dtype) == (like.data.shape, like.data.dtype)
+            assert not isinstance(x.data, FakeTensor) and x.outer.isfinite().all() and x.outer.shape == like.outer.shape
+            assert (x.data.shape, x.data.dtype, x.scales.shape) == (like.data.shape, like.data.dtype, like.scales.shape)
             assert x.scales.view(torch.uint8).unique().tolist() == [0x38]
     assert len({copy.a.data.data_ptr() for copy in copies}) == len(copies)
 

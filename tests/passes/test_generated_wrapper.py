@@ -188,17 +188,6 @@ def test_what_starts_early(monkeypatch):
 
 
 @pretending
-def test_generated_wrapper_on_sm100(monkeypatch):
-    """The up product is the library's, the other two have epilogues, which pay for products as small as these."""
-    kernels, calls = mlp_wrapper(monkeypatch, 100, "mxfp8", 300)
-    assert sorted(epilogues_in(kernels).values()) == EPILOGUES
-    (library,) = [call for call in calls if LIBRARY.search(call)]
-    assert "extern_kernels._scaled_mm" in library  # of two levels it is an op: `test_large_products_are_the_librarys`
-    products = [call for call in calls if call.startswith("gemm_block_scaled_sm100")]
-    assert len(products) == 2
-
-
-@pretending
 @pytest.mark.parametrize(("sm", "recipe", "rows"), [
     pytest.param(100, "nvfp4", ANY, id="100-nvfp4-any"),
     pytest.param(103, "float8_rowwise", ANY, id="103-float8_rowwise-any"),
@@ -227,10 +216,6 @@ def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
         elif re.match(r" *quantize_", line):
             written |= {*re.findall(r"buf\d+", line)}
     assert products == 3
-
-
-def experts(x, w, offs):
-    return F.grouped_mm(x, w.transpose(1, 2), offs=offs)
 
 
 @pretending
@@ -331,29 +316,6 @@ def test_launches_are_decomposed_without_a_trace(monkeypatch):
     monkeypatch.setattr(post_grad, "decompose_triton_kernel_wrapper_functional", decompose.__wrapped__)
     by_tracing = kernels_and_calls(*generated(norm_and_product, *NORM_AND_PRODUCT, recipe="nvfp4"))
     assert traced and direct == by_tracing
-
-
-@pretending
-@pytest.mark.parametrize(("recipe", "rows", "expected"), [
-    ("mxfp8", 1024, ["gemm_grouped"]),  # of values, which the quantisers wrote
-    ("mxfp8", 512, ["gemm_dequant_tiles"]),
-    ("mxfp8", ANY, ["scaled_mm"]), ("nvfp4_weight_only", 4, ["tensor_amax", "gemm_skinny"]),
-    ("nvfp4_weight_only", 512, ["tensor_amax", "gemm_wgmma_sm90"]),
-    ("nvfp4", ANY, ["tensor_amax", "tensor_amax", "scaled_mm"]),
-    ("float8_rowwise", 512, ["scaled_mm_opaque"]),
-], ids=["many", "tile", "any", "few", "packed", "any, packed", "FP8"])  # fmt: skip
-def test_experts_on_hopper(recipe, rows, expected, monkeypatch):
-    """The kernels of many tokens, of one tile an expert, of any number, of few, of NVFP4 weights, and of FP8, as the
-    wrapper calls them."""
-    pretend(monkeypatch, 90)
-    shapes, dtypes = ((rows, 512), (4, 256, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
-    _, text = generated(experts, *shapes, recipe=recipe, dtypes=dtypes, sm=90)
-    kernels = (r"\w*grouped\w*|tensor_amax|scaled_mm\w*|gemm_skinny|gemm_wgmma_sm90|gemm_dequant_tiles"
-               r"|dequant_operand")  # fmt: skip
-    calls = re.findall(rf"({kernels})(?:_\d+)?(?:\.run|\.default)?\(", text)
-    names = [re.sub(r"_\d+$", "", call) for call in calls]
-    # From torch 2.14 on, one assertion of several inputs' strides has "grouped" in its name too.
-    assert [name for name in names if not name.startswith(("quantize", "assert_"))] == expected
 
 
 @pytest.mark.skipif(PRETENDING, reason="is that process")

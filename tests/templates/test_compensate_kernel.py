@@ -77,7 +77,7 @@ def test_inside_gptq(name, rule, monkeypatch):
     found, simulator = [], LaunchSimulator(Target(90))
     for inner in (gptq.compensate_by_torch, in_the_simulator):
         monkeypatch.setattr(gptq, "_compensate", inner)
-        found.append(gptq.quantize(weight, known, formats.get(name), rule, compensate=True))
+        found.append(gptq.quantize(weight, known, formats.get(name), rule))
     assert len(simulator.launches) == 10
     assert_same_bits(found[1], found[0])
 

@@ -8,15 +8,12 @@ from fp4compile.templates import scale_sweep as kernels
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, hard_input, of_amax
 from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu
 
-RULES = ("mse", "four_over_six")
-OTHERS = ("four_over_six_mae", "four_over_six_448")
 
-
-def check(x, name, rule, layout="linear", outer=None):
+def check(x, name, layout="linear", outer=None):
     fmt = formats.get(name)
-    expected = reference_scales.quantize(x, fmt, outer, layout, rule)
+    expected = reference_scales.quantize(x, fmt, outer, layout)
     on_device = None if outer is None else outer.to(DEVICE)
-    assert_same_bits(kernels.quantize(x.to(DEVICE), fmt, on_device, layout, rule), expected)
+    assert_same_bits(kernels.quantize(x.to(DEVICE), fmt, on_device, layout), expected)
 
 
 @gpu
@@ -24,41 +21,34 @@ def check(x, name, rule, layout="linear", outer=None):
 def test_hard_inputs(name):
     shape = (2, 272) if INTERPRETING else (64, 1040)
     for dtype in DTYPES if not INTERPRETING or name == "randn" else DTYPES[NAMES.index(name) % 3 :][:1]:
-        for rule in RULES:
-            check(hard_input(name, shape, dtype), "nvfp4", rule)
-    check(hard_input(name, (20, 40), torch.bfloat16), "nvfp4_16x16", RULES[NAMES.index(name) % 2])
+        check(hard_input(name, shape, dtype), "nvfp4")
+    check(hard_input(name, (20, 40), torch.bfloat16), "nvfp4_16x16")
 
 
 @gpu
 def test_layouts_shapes_and_strides():
     x = torch.randn(20, 72)
-    check(x[:3, :33], "nvfp4", "mse", "swizzled" if not INTERPRETING else "linear")
-    check(x[:, 1:34], "nvfp4_16x16", "mse", "swizzled")
-    check(x[:3].t()[:, :2], "nvfp4", "four_over_six")
-    for rule in OTHERS:
-        check(x[:3], "nvfp4", rule)
-        check(x[:18, :40].bfloat16(), "nvfp4_16x16", rule)
-    # Uniform numbers, whose blocks are ties of two scales: the order of the divisions decides.
-    check((2 * torch.rand(4, 256) - 1).bfloat16(), "nvfp4", "four_over_six", outer=torch.tensor(1 / 1536))
-    check(x[0], "nvfp4", "mse")
-    check(x[:2, :48].bfloat16(), "nvfp4_one_level", "mse")
-    check(x[:2, :48], "nvfp4_te", "mse", outer=torch.tensor(1e-5))
+    check(x[:3, :33], "nvfp4", "swizzled" if not INTERPRETING else "linear")
+    check(x[:, 1:34], "nvfp4_16x16", "swizzled")
+    check(x[:3].t()[:, :2], "nvfp4")
+    check(x[0], "nvfp4")
+    check(x[:2, :48].bfloat16(), "nvfp4_one_level")
+    check(x[:2, :48], "nvfp4_te", outer=torch.tensor(1e-5))
     for amax in TINY_AMAXES[::3]:
-        check(of_amax(amax, (2, 48)), "nvfp4", "mse")
+        check(of_amax(amax, (2, 48)), "nvfp4")
 
 
 @gpu
 def test_each_matrix_has_a_scale_of_its_own():
     x = torch.randn(3, 5, 40) * torch.tensor([1.0, 1e-3, 0.0]).view(3, 1, 1)
     fmt, amax = formats.get("nvfp4"), x.abs().amax((1, 2), keepdim=True)
-    for rule in RULES:
-        data, scales, outer = reference_scales.quantize(x, fmt, None, "linear", rule, amax)
-        got = kernels.quantize(x.to(DEVICE), fmt, None, "linear", rule, each_matrix=True)
-        assert_same_bits(got, (data, scales, outer.view(-1)))
+    data, scales, outer = reference_scales.quantize(x, fmt, None, "linear", amax)
+    got = kernels.quantize(x.to(DEVICE), fmt, None, "linear", each_matrix=True)
+    assert_same_bits(got, (data, scales, outer.view(-1)))
     for block in ("nvfp4", "nvfp4_16x16"):
-        outer = reference_scales.outer_of(amax, "mse")
-        expected = reference_scales.best_scales(reference._blocks(x, formats.get(block)), outer, "mse")
-        found = kernels.best_scales(x.to(DEVICE), formats.get(block), outer.view(-1).to(DEVICE), "mse")
+        outer = reference_scales.outer_of(amax)
+        expected = reference_scales.best_scales(reference._blocks(x, formats.get(block)), outer)
+        found = kernels.best_scales(x.to(DEVICE), formats.get(block), outer.view(-1).to(DEVICE))
         assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -66,5 +56,4 @@ def test_each_matrix_has_a_scale_of_its_own():
 def test_a_large_weight():
     for dtype in DTYPES:
         for name in ("nvfp4", "nvfp4_16x16"):
-            for rule in RULES:
-                check(torch.randn(1024, 4096).to(dtype), name, rule, "swizzled")
+            check(torch.randn(1024, 4096).to(dtype), name, "swizzled")

@@ -18,7 +18,6 @@ from fp4compile.weights.cache import form, packed_weight
 from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
-RULES = ("mse", "four_over_six")
 # Activations stay as they are, so that products differ by their weights alone. The last layer has another format.
 RECIPE = Recipe(fprop_w="nvfp4", rules=[("2", "mxfp8"), ("4", "nvfp4_weight_only")])
 
@@ -41,24 +40,23 @@ def by_hand(model, x, rule):
     return F.linear(F.relu(F.linear(a, b, model[2].bias)), w[1], model[4].bias)
 
 
-@pytest.mark.parametrize("rule", RULES)
 @torch.no_grad()
-def test_compiled_and_packed_weights_have_the_scales_asked_for(rule):
-    (model, x), recipe = model_and_input(), RECIPE.replace(weight_scales=rule)
+def test_compiled_and_packed_weights_have_the_scales_asked_for():
+    (model, x), recipe = model_and_input(), RECIPE.replace(weight_scales="mse")
     backend = fp4compile.backend(recipe)
     compiled, packed = torch.compile(model, backend=backend), copy.deepcopy(model)
     found = compiled(x)
-    torch.testing.assert_close(found, by_hand(model, x, rule), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, by_hand(model, x, "mse"), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, by_hand(model, x, "amax"), rtol=1e-5, atol=1e-5)
     assert backend.report.counts["hoist"] == 3
     report = fp4compile.pack_(packed, recipe)
     torch.testing.assert_close(packed(x), found, rtol=1e-6, atol=1e-6)
-    expected = {"0": rule, "2": None, "4": rule}
+    expected = {"0": "mse", "2": None, "4": "mse"}
     for rows in (backend.report.rows, report.rows, fp4compile.explain(model, x, recipe=recipe).rows):
         assert {row.module: row.weight_scales for row in rows} == expected
-    assert f"reference; weight scales {rule}" in str(backend.report) and "saved" not in str(backend.report)
+    assert "reference; weight scales mse" in str(backend.report) and "saved" not in str(backend.report)
     model[0].weight.mul_(2.0)  # the packed weight is made anew, by the same rule
-    torch.testing.assert_close(compiled(x), by_hand(model, x, rule), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled(x), by_hand(model, x, "mse"), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -74,14 +72,13 @@ def test_quantises_by_different_rules_are_neither_merged_nor_shared():
     quantize = torch.ops.fp4compile.quantize
 
     def function(x):
-        pairs = [quantize(x, "nvfp4", dim, scale_rule=rule)[0] for rule in ("mse", "mse", "amax") for dim in (-1, -2)]
-        return [*pairs, quantize(x, "nvfp4", -1, scale_rule="four_over_six")[0]]
+        return [quantize(x, "nvfp4", dim, scale_rule=rule)[0] for rule in ("mse", "mse", "amax") for dim in (-1, -2)]
 
     traced = make_fx(function)(torch.randn(32, 48))
     assert merge_quantize(traced.graph) == 1  # those by "amax"
     traced.recompile()
-    # A pair by "mse", which the second pair was too; one op for both by "amax"; the last.
-    assert len(traced.graph.find_nodes(op="call_function", target=QUANTIZE)) == 4
+    # A pair by "mse", which the second pair was too; one op for both by "amax".
+    assert len(traced.graph.find_nodes(op="call_function", target=QUANTIZE)) == 3
     x = torch.randn(32, 48)
     for got, expected in zip(traced(x), function(x), strict=True):
         assert torch.equal(got, expected)
@@ -141,7 +138,7 @@ class Routed(torch.nn.Module):
         return self.experts(self.up(x), offs)
 
 
-def routed_by_hand(model, x, offs, a_format, w_format, rule):
+def routed_by_hand(model, x, offs, a_format, w_format, rule="mse"):
     """Eager calls alone."""
     up, experts = model.up.weight.detach(), model.experts.up_proj.detach()
     up = fp4compile.quantize(up, w_format, scales=rule)
@@ -151,19 +148,16 @@ def routed_by_hand(model, x, offs, a_format, w_format, rule):
     return fp4compile.scaled_grouped_mm(fp4compile.quantize(hidden, a_format, offs=offs), experts, offs)
 
 
-@pytest.mark.parametrize(("formats", "in_first", "rule"), [
-    (("nvfp4", "nvfp4"), True, "four_over_six"), (("nvfp4_te", "nvfp4_16x16"), False, "four_over_six"),
-    (("nvfp4_te", "nvfp4_16x16"), True, "mse"),
+@pytest.mark.parametrize(("formats", "in_first"), [
+    (("nvfp4", "nvfp4"), True), (("nvfp4_te", "nvfp4_16x16"), False), (("nvfp4_te", "nvfp4_16x16"), True),
 ])  # fmt: skip
 @torch.no_grad()
-def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(
-    formats, in_first, rule, tmp_path, monkeypatch
-):
+def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(formats, in_first, tmp_path, monkeypatch):
     """In the graph, after a change of the weights, packed, and packed and loaded; square blocks too."""
     without_codegen.install(monkeypatch)
     model, x, offs = Routed(in_first).eval(), torch.randn(12, 80).bfloat16(), torch.tensor([4, 4, 12]).int()
     a_format, w_format = formats
-    recipe = Recipe(fprop_x=a_format, fprop_w=w_format, min_m=1, min_n=1, min_k=1, weight_scales=rule)
+    recipe = Recipe(fprop_x=a_format, fprop_w=w_format, min_m=1, min_n=1, min_k=1, weight_scales="mse")
 
     def compiled(model):
         torch._dynamo.reset()
@@ -173,28 +167,28 @@ def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(
     quantising(x, offs)
     for weight in model.parameters():
         weight.mul_(1.3)
-    expected = routed_by_hand(model, x, offs, *formats, rule)
+    expected = routed_by_hand(model, x, offs, *formats)
     assert torch.equal(quantising(x, offs), expected)
     assert not torch.equal(expected, routed_by_hand(model, x, offs, *formats, "amax"))
     packed, fresh = copy.deepcopy(model), Routed(in_first)
     report = fp4compile.pack_(packed, recipe)
     assert {row.module: (row.reason, row.weight_scales) for row in report.rows} == {
-        "up": (None, rule), "experts.up_proj": (None, rule)
+        "up": (None, "mse"), "experts.up_proj": (None, "mse")
     }  # fmt: skip
     fp4compile.save_packed(packed, tmp_path / "packed.safetensors")
     fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
     for one in (packed, fresh):
         assert torch.equal(compiled(one)(x, offs), expected)
-        assert {layer.layer_format.scale_rule for layer in packed_in(one).values()} == {rule}, "what packs it again"
+        assert {layer.layer_format.scale_rule for layer in packed_in(one).values()} == {"mse"}, "what packs it again"
 
 
 def test_packed_weights_of_two_rules_are_kept_apart():
     weight = torch.nn.Parameter(torch.randn(48, 64))
     for dim in (-1, 0):
-        each = {rule: packed_weight(weight, form("nvfp4", dim, scale_rule=rule))[0] for rule in ("amax", *RULES)}
+        each = {rule: packed_weight(weight, form("nvfp4", dim, scale_rule=rule))[0] for rule in ("amax", "mse")}
         for rule, data in each.items():
             assert torch.equal(data, fp4compile.quantize(weight, "nvfp4", dim=dim, scales=rule).data)
-        assert len({data.data_ptr() for data in each.values()}) == 3
+        assert len({data.data_ptr() for data in each.values()}) == 2
 
 
 def test_the_choice_goes_with_the_recipe(tmp_path):

@@ -6,10 +6,11 @@ pointwise kernel after the library's matmul, whose result is then stored and rea
 measurements of `benchmarks` on a B200.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.product_spec import OperandSpec
+from fp4compile.hardware import OF_CAPABILITY, Gpu
 from fp4compile.templates.gemm.heuristics import (
     BlockScaledConfig,
     SkinnyBlockScaledConfig,
@@ -18,31 +19,11 @@ from fp4compile.templates.gemm.heuristics import (
 )
 from fp4compile.templates.problem import Problem
 
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of a GPU.
-
-    fp4, fp8, fp4_triton: dense FLOP/s of FP4, of FP8, and of FP4 by the instruction that Triton emits. memory, l2:
-    bytes/s from device memory and from the L2 cache. l2_bytes: bytes of the L2 cache.
-    """
-
-    fp4: float
-    fp8: float
-    fp4_triton: float
-    memory: float = 8e12
-    l2: float = 148 * 64 * 1.85e9
-    l2_bytes: int = 126 * 2**20
-
-
-# Peak rates and memory: NVIDIA's data sheets of HGX B200 and HGX B300, an eighth of eight GPUs, without sparsity. B300
-# has its higher FP4 rate with an instruction of its own (96 elements of K), which `tl.dot_scaled` does not emit. L2:
-# 126 MB, and 64 bytes a clock and multiprocessor at 1.85 GHz, taken from the model of the tiles below.
-RATES = {
-    100: Rates(fp4=9e15, fp8=4.5e15, fp4_triton=9e15),
-    103: Rates(fp4=13.5e15, fp8=4.5e15, fp4_triton=9e15, l2=160 * 64 * 1.85e9),
-}
-
+# FLOP/s of FP4 by the instruction that Triton emits, on B300 too. B300 has its higher rate with an instruction of its
+# own (96 elements of K), which `tl.dot_scaled` does not emit.
+FP4_TRITON = OF_CAPABILITY[100].fp4
+# The L2 cache: its bytes, and bytes for a clock and multiprocessor, taken from the model of the tiles below.
+L2_BYTES, L2_WIDTH = 126 * 2**20, 64
 # The largest share of the peak rate that a tile of 128x256 can reach, and the rows of A and B that are loaded for each
 # 128x128 of its results. A step is loaded from the L2 cache at 64 bytes per clock, and passes through shared memory at
 # 128 bytes per clock, in the clocks of its matrix instructions. The share of other tiles is scaled by the rows they
@@ -145,11 +126,10 @@ def skinny_seconds(p: Problem, config: SkinnyBlockScaledConfig) -> float:
     Operands arrive at the rate of memory, or at the L2 rate of the multiprocessors that have a program. The float32
     partial sums stay in the L2 cache.
     """
-    rates = _rates(p)
-    programs = ceil_div(p.n, config.bn) * p.batches * config.split_k
-    taken = rates.l2 * min(programs, p.target.multiprocessors) / p.target.multiprocessors
-    seconds = _operand_seconds(p) * max(rates.memory * MEMORY_SHARE / taken, 1.0)
-    return seconds + LAUNCH + 2 * 4 * config.split_k * p.batches * p.m * p.n / rates.l2
+    programs, l2 = ceil_div(p.n, config.bn) * p.batches * config.split_k, _l2(p)
+    taken = l2 * min(programs, p.target.multiprocessors) / p.target.multiprocessors
+    seconds = _operand_seconds(p) * max(_memory(p) / taken, 1.0)
+    return seconds + LAUNCH + 2 * 4 * config.split_k * p.batches * p.m * p.n / l2
 
 
 def quantizing_seconds(p: Problem, config: BlockScaledConfig | TwoCtaConfig) -> float:
@@ -160,13 +140,13 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig | TwoCtaConfig) -> 
     nothing, which matters because the tile is large.
     """
     columns, ctas = 2 * p.n if p.spec.pair else p.n, _ctas(config)
-    product, rates, own = replace(p, n=columns), _rates(p), config.bm // ctas  # rows of a multiprocessor
+    product, own = replace(p, n=columns), config.bm // ctas  # rows of a multiprocessor
     of_amax = AMAX_INSTRUCTIONS if not p.ragged else GROUP_AMAX_INSTRUCTIONS
     more = of_amax if p.spec.amax else QUANTIZE_INSTRUCTIONS[p.spec.result.scale]
     of_tile = own * config.bn * p.n // columns / 16 * more / (32 * 4 * ISSUED * CLOCK)
     tiles = row_tile_count(p, p.m, config.bm) * ceil_div(columns, config.bn)
     epilogues = ceil_div(tiles, p.target.multiprocessors // ctas) * of_tile
-    peak, of_b = rates.fp4_triton if _fp4(p) else rates.fp8, config.bn // ctas
+    peak, of_b = _peak(p, FP4_TRITON), config.bn // ctas
     loaded = (min(own, p.m) + of_b) / (own + of_b)  # TMA loads no rows that A does not have
     products = loaded * _tiled_seconds(product, config.bm, config.bn, of_b, peak, ctas)
     if isinstance(config, TwoCtaConfig):
@@ -193,8 +173,7 @@ def two_ctas_pay(p: Problem, config: TwoCtaConfig, one: BlockScaledConfig) -> bo
 
 def library_seconds(p: Problem) -> float:
     """Seconds of the library's matmul, with the best of its tiles."""
-    rates = _rates(p)
-    peak = rates.fp4 if _fp4(p) else rates.fp8
+    peak = _peak(p, _gpu(p).fp4)
     launches = OUTER_SCALES if "tensor" in (p.a.outer, p.b.outer) else 0
     tiled = min(_tiled_seconds(p, rows, columns, columns // 2, peak) for rows, columns in LIBRARY_TILES)
     return max(tiled, _memory_seconds(p)) + launches * LAUNCH
@@ -202,8 +181,7 @@ def library_seconds(p: Problem) -> float:
 
 def kernel_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig | TwoCtaConfig) -> float:
     """Seconds of the matmul by a kernel of this package. Each of two CTAs loads half of B."""
-    rates, ctas = _rates(p), _ctas(config)
-    peak = rates.fp4_triton if _fp4(p) else rates.fp8
+    peak, ctas = _peak(p, FP4_TRITON), _ctas(config)
     return max(_tiled_seconds(p, config.bm, config.bn, config.bn // ctas, peak, ctas), _memory_seconds(p))
 
 
@@ -231,28 +209,40 @@ def pointwise_seconds(p: Problem) -> float:
 
 def _pass_seconds(p: Problem) -> float:
     """Seconds of one read or write of the result."""
-    rates, size = _rates(p), _result_bytes(p)
-    in_cache = 2 * size <= rates.l2_bytes
-    return size / (rates.l2 if in_cache else rates.memory * MEMORY_SHARE)
+    size = _result_bytes(p)
+    return size / (_l2(p) if 2 * size <= L2_BYTES else _memory(p))
 
 
-def _rates(p: Problem) -> Rates:
-    return RATES[max(sm for sm in RATES if sm <= max(p.target.sm, 100))]
+def _gpu(p: Problem) -> Gpu:
+    """The GPU whose published rates count: a B300 from compute capability 10.3 on, else a B200."""
+    return OF_CAPABILITY[103 if p.target.sm >= 103 else 100]
 
 
-def _fp4(p: Problem) -> bool:
-    return p.a.format.packed and p.b.format.packed
+def _memory(p: Problem) -> float:
+    """Bytes/s from device memory."""
+    return _gpu(p).bandwidth * MEMORY_SHARE
+
+
+def _l2(p: Problem) -> float:
+    """Bytes/s from the L2 cache."""
+    return _gpu(p).multiprocessors * L2_WIDTH * CLOCK
+
+
+def _peak(p: Problem, fp4: float | None) -> float:
+    """FLOP/s of the matrix units. fp4: those of FP4."""
+    found = fp4 if p.a.format.packed and p.b.format.packed else _gpu(p).fp8
+    return found or 0.0  # both GPUs have both
 
 
 def _memory_seconds(p: Problem) -> float:
     """Seconds of reading the operands and writing the result."""
-    return _operand_seconds(p) + _result_bytes(p) / (_rates(p).memory * MEMORY_SHARE)
+    return _operand_seconds(p) + _result_bytes(p) / _memory(p)
 
 
 def _operand_seconds(p: Problem) -> float:
     matrices = min(p.b_matrices, p.m) if p.by_rows else p.b_matrices  # weights of groups without rows stay
     operands = p.batches * p.m * _row_bytes(p, p.a) + matrices * p.n * _row_bytes(p, p.b)
-    return operands / (_rates(p).memory * MEMORY_SHARE)
+    return operands / _memory(p)
 
 
 def _row_bytes(p: Problem, x: OperandSpec) -> float:

@@ -96,7 +96,7 @@ def _without_plan(spec: QuantizeSpec, x, dim: int, offs, outer, seed, amax) -> Q
     fmt = spec.format
     if spec.scale_rule != "amax" and fmt.scale == "e4m3" and not statically_true(x.numel() == 0):
         each = spec.each_matrix and outer is None and fmt.outer == "tensor"
-        return scale_sweep.quantize(x.movedim(dim, -1), fmt, outer, spec.layout, spec.scale_rule, each_matrix=each)
+        return scale_sweep.quantize(x.movedim(dim, -1), fmt, outer, spec.layout, each_matrix=each)
     return reference_grouped.quantize_along(spec, x, dim, offs, outer, seed, amax)
 
 
