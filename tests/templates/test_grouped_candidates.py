@@ -192,9 +192,9 @@ def test_in_a_graph(monkeypatch):
         return by_index, few, packed, scaled_grouped_mm(*many, offs, len(rows), BF16)
 
     fp8, e8m0 = mxfp8.data_dtype, mxfp8.scale_dtype
-    shapes = (((4, 1024), BF16), ((4, 32, 512), nvfp4.data_dtype), ((4, 32, 64), nvfp4.scale_dtype), ((4,), torch.int32),
-              ((4,), torch.int64), ((1024, 128), fp8), ((1024, 4), e8m0), ((4, 256, 128), fp8), ((4, 256, 4), e8m0)
-              )  # fmt: skip
+    shapes = (((4, 1024), BF16), ((4, 32, 512), nvfp4.data_dtype), ((4, 32, 64), nvfp4.scale_dtype),
+              ((4,), torch.int32), ((4,), torch.int64), ((1024, 128), fp8), ((1024, 4), e8m0), ((4, 256, 128), fp8),
+              ((4, 256, 4), e8m0))  # fmt: skip
     with FakeTensorMode():
         tensors = (torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in shapes)
         graph = make_fx(torch.func.functionalize(products))(*tensors).graph
