@@ -78,12 +78,12 @@ def _tile(p: Problem) -> WgmmaConfig:
     """
     rows = 16 if statically_true(p.m <= 16) else 32 if statically_true(p.m <= 32) else 64
     # The programs for each multiprocessor, and the parts of K, at most.
-    few, room, most = WgmmaConfig(rows, warps=8, parts=1, stages=3, steps_per_stage=2), 1, 8
+    few, room, most = WgmmaConfig(rows, warps=8, parts=1, stages=2, steps_per_stage=2), 1, 8
     if statically_true(p.n <= 2048):
-        few = replace(few, warps=4, steps_per_stage=1)
+        few = replace(few, warps=4, stages=3, steps_per_stage=1)
     elif rows == 16:
-        # 6144 x 4096 takes 11.1 us on an H200, and 12.3 by eight warps; 8192 x 8192 19.9 and 19.8.
-        few, room, most = replace(few, warps=4, stages=2), 7, 4
+        # 6144 x 4096 takes 10.7 us on an H200, and 12.0 by eight warps; 8192 x 8192 19.6 and 19.0.
+        few, room, most = replace(few, warps=4), 7, 4
     many = WgmmaConfig(rows, warps=16, parts=1, stages=2, steps_per_stage=2)
     config = many if rows == 64 and statically_true(p.n * p.k > 2**26) else few
     programs, split_k, room = config.grid(rows, p.n), 1, room * p.target.multiprocessors
