@@ -84,7 +84,7 @@ def test_float8_on_hopper(recipe, columns):
 def test_launches_of_a_forward_product(recipe):
     """On Hopper; as many for any number of groups that the same kernel serves."""
     native = recipe == "float8_rowwise"
-    for groups in (1, 4, 256):
+    for groups in (1, 4, 512):
         (decision,), launches, left = lowered(90, grouped, (256, 512), (groups, 1024, 512), groups, recipe=recipe)
         assert (decision.tier, decision.reason) == ("native" if native else "emulated", None)
         assert left == (OPAQUE if native else [])
@@ -94,7 +94,7 @@ def test_launches_of_a_forward_product(recipe):
         elif recipe.startswith("nvfp4"):  # weights are read as codes; few rows: they are streamed
             streamed = [*["dequant_operand"] * (not weight_only), "gemm_skinny"]
             swizzle = "swizzle_a_sm90" if weight_only else "swizzle_codes_sm90"
-            product = streamed if groups == 256 else [swizzle, "gemm_wgmma_sm90"]
+            product = streamed if groups == 512 else [swizzle, "gemm_wgmma_sm90"]
         elif groups == 1:  # many rows: operands are dequantised once, and checked: bfloat16 may not hold a value
             product = ["dequant_operand", "dequant_operand", "gemm_grouped", TILES]
         else:
