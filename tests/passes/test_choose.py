@@ -105,8 +105,8 @@ def test_experts_of_mxfp4_are_streamed_where_their_scales_begin_at_words(n, k, a
     (33, 8, 1024, "streaming"), (33, 9, 1024, "wgmma_sm90"), (34, 8, 1024, "wgmma_sm90"), (33, 2, 960, "wgmma_sm90"),
 ])  # fmt: skip
 def test_experts_are_streamed_up_to_some_tokens_each(groups, each, k, kernel):
-    """Four on average, or fewer than one where K is short; eight where `wgmma_sm90` does not take so many experts, or has two
-    programs for each of 132 multiprocessors: 33 experts of 512 rows."""
+    """Four on average, or fewer than one where K is short; eight where `wgmma_sm90` does not take so many experts, or
+    has two programs for each of 132 multiprocessors: 33 experts of 512 rows."""
     spec = ProductSpec(operand_spec(None, False), operand_spec("nvfp4", False), BF16, Grouping.RAGGED_ROWS)
     assert choose(Problem(spec, int(groups * each), 512, k, Target(90), groups=groups)).kernel == kernel
 
