@@ -12,10 +12,10 @@ counts as written if an address is computed from its elements. Inductor would co
 tensors that the kernel does not write. If torch counts other memory than a launch's own as written, the op stays, with
 a warning.
 
-A matmul stays an op, too, if its `Choice` is not settled or not traceable. No single kernel serves a symbolic number of
-rows that may be small or large: the op chooses at run time. Two guarded launches would cost more on the GPU than the
-op. A matmul that is computed in many parts would fill the graph with launches. A matmul that first gathers experts'
-matrices by index stays as well: it gathers codes and block scales, and Inductor has no code for the scales.
+A matmul stays an op, too, if its `Choice` is not traceable. No single kernel serves a symbolic number of rows that may
+be small or large: the op chooses at run time. Two guarded launches would cost more on the GPU than the op. A matmul
+that is computed in many parts would fill the graph with launches. A matmul that first gathers experts' matrices by
+index stays as well: it gathers codes and block scales, and Inductor has no code for the scales.
 
 Operands that a kernel reads swizzled are arranged first, once for all matmuls (`arranged_operands`).
 """
@@ -71,7 +71,7 @@ def _replace(match: Match, implementation: Callable, arranged: Arranged | None, 
             return False
     elif product is not None:
         choice = fastest(product)
-        if choice is not None and not (choice.settled and choice.traceable):
+        if choice is not None and not choice.traceable:
             return False
         options = {"choice": choice}
     given = {} if arranged is None else {"arranged_a": arranged.node}

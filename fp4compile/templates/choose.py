@@ -67,8 +67,7 @@ class Choice:
     "by rows": whether that is so for every number of rows.
     stores: whether the kernel writes the result; False where the graph rescales the library's result. group: a key that
     matmuls of one A must share to be one launch; None where the kernel computes one matmul.
-    settled: whether this kernel serves every number of rows that the problem allows.
-    traceable: whether a graph can hold the launches. If not, or if not settled, the op stays in the graph.
+    traceable: whether a graph can hold the launches. If not, as for "by rows", the op stays in the graph.
     """
 
     kernel: str
@@ -79,7 +78,6 @@ class Choice:
     dequantizes_b: bool = False
     stores: bool = True
     group: tuple | None = None
-    settled: bool = True
     traceable: bool = True
 
 
@@ -100,8 +98,7 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
     by_rows = [] if found.any_rows else _by_rows(problem, registry)
     if by_rows:
         return Choice("by rows", found.tier, dequantizes_a=all(each.dequantizes_a for each in by_rows),
-                      dequantizes_b=all(each.dequantizes_b for each in by_rows), settled=False,
-                      traceable=False)  # fmt: skip
+                      dequantizes_b=all(each.dequantizes_b for each in by_rows), traceable=False)  # fmt: skip
     # No candidate serves a problem only because of its epilogue: if this one still serves it, it is still the first.
     fused = problem if problem.spec.epilogue or problem.along_k else problem.with_epilogue()
     with_epilogue = found if found.takes(fused) else _first(fused, registry)

@@ -85,7 +85,7 @@ def problem(a, b, m, sm, n=8192, k=4096, out_dtype=BF16, **options):
 ])  # fmt: skip
 def test_kernel_and_tier(a, b, m, sm, kernel, tier):
     choice = choose(problem(a, b, m, sm))
-    assert (choice.kernel, choice.tier, choice.settled) == (kernel, tier, True)
+    assert (choice.kernel, choice.tier) == (kernel, tier)
     assert choice.config == named(kernel).configure(problem(a, b, m, sm))
 
 
@@ -271,7 +271,7 @@ def test_a_problem_is_decided_once():
         assert choose(one).kernel != found.kernel
     assert choose(one) is found
     rows = any_rows()
-    assert not choose(problem(None, "nvfp4", rows, 90)).settled
+    assert choose(problem(None, "nvfp4", rows, 90)).kernel == "by rows"
 
 
 def test_a_node_keeps_its_problem():
@@ -330,7 +330,7 @@ def routed(sm, a, b, m, n, k):
     """Who computes a product, and who one that an epilogue follows: a kernel with it; "-" where it is Inductor's."""
     alone = problem(a, b, m, sm, n=n, k=k)
     found = choose(alone)
-    if not found.settled:
+    if found.kernel == "by rows":
         return found.kernel
     fused = choose(alone.with_epilogue()).kernel if found.takes_epilogue else None
     return f"{SHORT[found.kernel]}, {'-' if fused is None else SHORT[fused]}"

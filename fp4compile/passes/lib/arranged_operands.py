@@ -139,7 +139,7 @@ def _key(product: ScaledMM) -> Hashable | None:
 
 def _arrangement(product: ScaledMM) -> SwizzledA | None:
     choice = fastest(product) if product.on_gpu and product.index is None else None
-    if choice is None or not (choice.settled and choice.traceable) or product.problem.empty:
+    if choice is None or not choice.traceable or product.problem.empty:
         return None
     arrangement = named(choice.kernel).arrangement
     return None if arrangement is None else arrangement(product.problem, choice.config)
