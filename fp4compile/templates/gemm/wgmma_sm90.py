@@ -237,7 +237,7 @@ def _multiply(
 ):
     """(A lane's sums c plus the products of a step, token). w: B, from `read_weights`. a_at: A in shared memory.
 
-    TOGETHER: see `_multiply_ptx`'s group.
+    TOGETHER: words of codes of B that one group of `wgmma` multiplies, 2 or 4.
     """
     text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, type_of_scales(B_SCALES), ROWS, TOGETHER)
     found = tl.inline_asm_elementwise(

@@ -42,7 +42,7 @@ class PublishedNames:
     renamings, converters: WeightRenamings of transformers, and its WeightConverters for experts. written: the renamings
     that are undone where a model is written. unused: patterns of names that the model may lack. base: the name of the
     base in models with a head, by which checkpoints of the one and of the other differ. present: the names of the
-    model's tensors. gated: those of experts that are [experts, out, in], with gate before up.
+    model's tensors. gated: the names of tensors [experts, out, in] that hold a layer of all experts, gate before up.
     """
 
     renamings: Sequence[Any] = ()
