@@ -82,7 +82,7 @@ class PackedWeight(nn.Module):
     weight_scales: Any
     weight_outer: Any
     experts: int | None = None  # older pickles, without packed experts, lack it
-    _static: torch.Tensor | None = None  # the static global scale of the activation, on the device of the weight
+    _static: torch.Tensor | None  # the static global scale of the activation, on the device of the weight
 
     def __init__(
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
@@ -166,10 +166,9 @@ class PackedWeight(nn.Module):
     def keep_static_scale(self) -> None:
         """Put the static global scale of the activation on the device of the weight."""
         value = self.layer_format.activation_outer
-        if value is not None:
-            # No buffer, because loaders and broadcasts that fill a module's buffers do not have the scale's value.
-            device = torch.device("cpu") if self.weight_data is None else self.weight_data.device
-            self._static = static_scale(value, device)
+        device = torch.device("cpu") if self.weight_data is None else self.weight_data.device
+        # No buffer, because loaders and broadcasts that fill a module's buffers do not have the scale's value.
+        self._static = None if value is None else static_scale(value, device)
 
     def activation_outer_on(self, device: torch.device) -> torch.Tensor | None:
         """The static global scale of the activation on a device, float32 []; None where the scale is computed."""
@@ -195,16 +194,17 @@ class PackedWeight(nn.Module):
 
     def parts(self) -> list[torch.Tensor | None]:
         """Codes, block scales and outer scales in the dtypes of the weight's format; see `typed`."""
-        return typed(self.layer_format.weight, *(getattr(self, name) for name in BUFFERS))
+        return typed(self._format, *(getattr(self, name) for name in BUFFERS))
 
     def dequantised(self) -> torch.Tensor:
         """The contiguous weight in the original parameter's shape, in weight_dtype."""
-        dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        given = *self.parts(), self.layer_format.weight, self.in_features, dtype
+        # No property is read: see `layer_format`.
+        dtype = getattr(torch, self._weight_dtype)
+        given = *self.parts(), self._format, self.in_features, dtype if dtype in FLOAT_DTYPES else torch.float32
         tokens: tuple = ()
         if self.experts is not None:
-            tokens = self.layer_format.activation or "plain", self.activation_outer_on(self.weight_data.device)
-        weight = torch.ops.fp4compile.dequantize(*given, *tokens).to(self.weight_dtype)
+            tokens = self._activation or "plain", self.activation_outer_on(self.weight_data.device)
+        weight = torch.ops.fp4compile.dequantize(*given, *tokens).to(dtype)
         return weight.mT.contiguous() if self.in_first else weight
 
     def read(self) -> torch.Tensor:
@@ -225,6 +225,17 @@ class PackedWeight(nn.Module):
             f"{self.layer_format.weight}: SQNR {sqnr:.0f} dB",
             stacklevel=3,
         )
+
+    @property
+    def layer_format(self) -> LayerFormat:
+        """The formats of the layer's matmul."""
+        return self._layer_format
+
+    @layer_format.setter
+    def layer_format(self, chosen: LayerFormat) -> None:
+        # Graphs read the names here: a guard on another object's attribute, or on a property, would keep Dynamo from
+        # passing over the guards of this module and of those around it (`use_recursive_dict_tags_for_guards`).
+        self._layer_format, self._format, self._activation = chosen, chosen.weight, chosen.activation
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -283,8 +294,8 @@ class PackedWeight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "weight_dtype" in vars(self):  # of older pickles
-            self.weight_dtype = self.__dict__.pop("weight_dtype")
+        for name in {"layer_format", "weight_dtype"} & vars(self).keys():  # of older pickles
+            setattr(self, name, self.__dict__.pop(name))
         self.layer_format = replace(self.layer_format, scale_rule=present_rule(self.layer_format.scale_rule))
         outer = self._buffers.get("weight_outer")
         if outer is not None:  # older pickles have it as integers, and no buffer for the description

@@ -89,16 +89,17 @@ class PackedLayer(PackedWeight):
         Raises TypeError for another dtype or if `input` is no dense tensor, ValueError for another last dimension,
         NotImplementedError for a tangent of forward-mode differentiation.
         """
-        # Dynamo traces this for each layer of a model: each line is compile time, so what is usual is tested first.
+        # Dynamo traces this for each layer of a model, and guards what is read here in each call: so what is usual is
+        # tested first, and read from the module's own attributes.
         dense = isinstance(input, torch.Tensor) and input.layout is torch.strided and not input.is_nested
         fits = dense and input.dtype in FLOAT_DTYPES and input.dim() > 0 and input.shape[-1] == self.in_features
         if not fits or self.weight_data.is_meta or forward_ad._current_level >= 0:
             self._check(input)
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
-        static, kind = self.activation_outer_on(input.device), self.layer_format
+        static = None if self._static is None else self.activation_outer_on(input.device)
         data, outer = self.weight_data, self.weight_outer
-        given = input, self.bias, data, self.weight_scales, outer, static, kind.activation, kind.weight
+        given = input, self.bias, data, self.weight_scales, outer, static, self._activation, self._format
         # An error of the op would reach the user as Dynamo's, and not as TypeError.
         cast = data.dtype.is_floating_point or (outer is not None and outer.dtype is not torch.float32)
         if cast or not torch.compiler.is_dynamo_compiling():
@@ -248,8 +249,8 @@ def _attributes(linear: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(linear).items() if name not in standard}
 
 
-# The attributes of packed layers. Copies have the static scale's tensor, too, and layers that have run may have it.
-_OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | {*BUFFERS, "_static"}
+# The attributes of packed layers.
+_OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | {*BUFFERS}
 
 
 # ---------------------------------------------------------------- torch's transformer encoders
