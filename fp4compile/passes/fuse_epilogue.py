@@ -54,7 +54,10 @@ def fuse_epilogue(graph: Graph) -> int:
 
 @dataclass
 class Region:
-    """The operations that follow a matmul, in graph order. renamed: reshapes and casts, which change no value."""
+    """The operations that follow a matmul, in graph order, up to the first user that no epilogue can compute.
+
+    renamed: reshapes and casts, which change no value.
+    """
 
     product: Node
     operations: dict[Node, tuple[str, tuple]] = field(default_factory=dict)  # name, arguments: nodes and numbers
@@ -65,9 +68,12 @@ class Region:
         heapq.heapify(waiting)
         while waiting:
             node = heapq.heappop(waiting)
-            if node not in self and self._take(node):
-                for user in node.users:
-                    heapq.heappush(waiting, user)
+            if node in self:
+                continue
+            if not self._take(node):
+                break  # a part that ends after it would not be the only user of what it reads
+            for user in node.users:
+                heapq.heappush(waiting, user)
 
     @property
     def roots(self) -> tuple[Node, ...]:
