@@ -4,9 +4,10 @@ A Llama-3-8B, or a Qwen3-30B-A3B or gpt-oss-20b with their experts (`--model`), 
 in bf16 and then packed in place (`fp4compile.pack_`; gpt-oss as it was published, experts alone in MXFP4, unless
 `--recipe` says otherwise). Both are compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily
 into a static cache, in one run: after a short prompt, because attention over a long one takes both models the same time
-(`--context`). "peak" is the most memory that was in use while the model was packed (bf16: while it was made). Prefill
-multiplies experts by groups of tokens; decode as `--experts` says, by groups or by index. "prefill ms" is the time of
-one among prefills that follow each other for two seconds.
+(`--context`). "awaited": the program waits for each token before it asks for the next one, as `generate` does, so that
+the CPU's work adds to the GPU's. "peak" is the most memory that was in use while the model was packed (bf16: while it
+was made). Prefill multiplies experts by groups of tokens; decode as `--experts` says, by groups or by index. "prefill
+ms" is the time of one among prefills that follow each other for two seconds.
 
     python -m benchmarks.llama_decode [--model llama-3-8b] [--recipe R] [--layers N] [--out FILE]
 """
@@ -66,12 +67,12 @@ def random_model(args) -> PreTrainedModel:
     return in_bf16(lambda: kind(config).eval(), args.device)
 
 
-WARM_UP, REPEATS = 4, 3
+WARM_UP, REPEATS, AWAITED = 4, 3, 16
 
 
 def decoded(args) -> int:
     """Tokens that are decoded one after the other in all."""
-    return WARM_UP + REPEATS * args.tokens
+    return WARM_UP + REPEATS * args.tokens + AWAITED
 
 
 class Session:
@@ -131,8 +132,10 @@ def measure(name: str, model: PreTrainedModel, args, **how) -> dict:
     first_decode = seconds(lambda: session.decode(1), args.device)
     session.decode(WARM_UP - 1)  # records the CUDA graph
     decode = min(seconds(lambda: session.decode(args.tokens), args.device) for _ in range(REPEATS))
-    row = {"model": name, "decode tokens/s": args.tokens / decode, "prefill ms": prefill * 1000,
-           "compile prefill s": first_prefill, "compile decode s": first_decode}  # fmt: skip
+    awaited = statistics.median(seconds(lambda: session.decode(1), args.device) for _ in range(AWAITED))
+    row = {"model": name, "decode tokens/s": args.tokens / decode, "awaited tokens/s": 1 / awaited,
+           "prefill ms": prefill * 1000, "compile prefill s": first_prefill,
+           "compile decode s": first_decode}  # fmt: skip
     print(row, file=sys.stderr, flush=True)  # the whole takes minutes
     return row
 
