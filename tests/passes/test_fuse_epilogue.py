@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 import fp4compile
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.nodes import scaled_mm_of
+from fp4compile.passes.fuse_epilogue import Region
 from fp4compile.passes.lower import lower
 from tests.helpers.absent_gpu import ANY, fused_graph
 
@@ -166,6 +167,20 @@ def test_residual_stream():
 
     graph, fused = graph_of(layers, (64, 512), (512, 512), (512, 512))
     assert fused == 2 and not pointwise_left(graph)
+
+
+def test_a_residual_stream_is_followed_to_the_first_reader_outside():
+    """Not through all layers, for each product of each: the time of that is cubic in their number."""
+
+    def layers(x, w0, w1, w2, w3):
+        for weight in (w0, w1, w2, w3):
+            normed = x / x.sum(-1, keepdim=True)
+            x = x + F.linear(normed, weight)
+        return x
+
+    graph, _ = graph_of(layers, (64, 512), *[(512, 512)] * 4, fuse=False)
+    products = graph.find_nodes(op="call_function", target=SCALED_MM)
+    assert [len(Region(product).operations) for product in products] == [1, 1, 1, 1]
 
 
 def test_dtypes():
