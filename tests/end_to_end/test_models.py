@@ -81,6 +81,23 @@ def test_llama_generates_through_a_kv_cache():
     assert {row.product for row in backend.report.quantised} == {"fprop"}
 
 
+def test_generate_compiles_the_decoding_of_a_packed_model(monkeypatch):
+    """By the backend that `compile_config` names, once for all calls."""
+    without_codegen.install(monkeypatch)
+    generate = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model, prompt = llama().eval(), torch.arange(7).unsqueeze(0)
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    expected = model.generate(prompt, **generate)
+    backend = torch._dynamo.lookup_backend("fp4compile_nvfp4_weight_only")
+    backend.reset()
+    compiling = transformers.CompileConfig(backend="fp4compile_nvfp4_weight_only")
+    compiling._compile_all_devices = True
+    for _ in range(2):
+        got = model.generate(prompt, **generate, cache_implementation="static", compile_config=compiling)
+        assert torch.equal(got, expected)
+    assert len(backend.report.quantised) == len(linears(model)) and backend.report.graphs == 1
+
+
 # ---------------------------------------------------------------- a trained BERT
 
 
