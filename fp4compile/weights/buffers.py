@@ -4,7 +4,7 @@ import functools
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -119,14 +119,14 @@ class PackedWeight(nn.Module):
         Raises RuntimeError for a shardable layer, because FSDP2 would lose a write to a gathered weight.
         """
         weight = self._taken(weight)
-        dim, rule = -2 if self.in_first else -1, self.layer_format.scale_rule
+        dim, rule = -2 if self.in_first else -1, self._scale_rule
         given: dict[str, torch.Tensor] = {}
         if amax is not None:
             amax = amax.to(weight.device)
             given = {"amax": amax} if rule == "amax" else {"outer": reference_scales.outer_of(amax)}
         layout, each = self.scale_layout_on(weight.device), self.experts is not None
         data, scales, outer = QUANTIZE(
-            weight, self.layer_format.weight, dim, layout=layout, scale_rule=rule, each_matrix=each, **given
+            weight, self._format, dim, layout=layout, scale_rule=rule, each_matrix=each, **given
         )  # fmt: skip
         self._keep(weight.movedim(dim, -1), data, scales, given.get("outer", outer))
 
@@ -136,10 +136,10 @@ class PackedWeight(nn.Module):
         if not taken.isfinite().all():
             self.store(weight, amax)
             return
-        fmt, layout = formats.get(self.layer_format.weight), self.scale_layout_on(taken.device)
+        fmt, layout = formats.get(self._format), self.scale_layout_on(taken.device)
         matrices = taken.mT if self.in_first else taken
         each = matrices if self.experts is not None else matrices[None]
-        found = gptq.quantize(each, moments, fmt, self.layer_format.scale_rule, layout=layout, amax=amax)
+        found = gptq.quantize(each, moments, fmt, self._scale_rule, layout=layout, amax=amax)
         if self.experts is None:
             found = tuple(None if part is None else part[0] for part in found)  # type: ignore[assignment]
         self._keep(matrices, *found)
@@ -156,7 +156,7 @@ class PackedWeight(nn.Module):
         self, weight: torch.Tensor, data: torch.Tensor, scales: torch.Tensor | None, outer: torch.Tensor | None
     ) -> None:
         """Set the buffers to the codes of a weight [..., N, K]."""
-        fmt = formats.get(self.layer_format.weight)
+        fmt = formats.get(self._format)
         warn_below_range(weight, data, scales, fmt)
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None
@@ -165,7 +165,7 @@ class PackedWeight(nn.Module):
 
     def keep_static_scale(self) -> None:
         """Put the static global scale of the activation on the device of the weight."""
-        value = self.layer_format.activation_outer
+        value = self._activation_outer
         device = torch.device("cpu") if self.weight_data is None else self.weight_data.device
         # No buffer, because loaders and broadcasts that fill a module's buffers do not have the scale's value.
         self._static = None if value is None else static_scale(value, device)
@@ -175,7 +175,7 @@ class PackedWeight(nn.Module):
         if torch.compiler.is_compiling():  # an input of the graph; the number would be a constant in it
             kept = self._static
             return kept if kept is None or kept.device == device else kept.to(device)
-        value = self.layer_format.activation_outer
+        value = self._activation_outer
         return None if value is None else static_scale(value, device)  # of the mode that may be active
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -222,20 +222,22 @@ class PackedWeight(nn.Module):
         # Whole decibels, because Python prints warnings of equal text once, and a merged model has hundreds of layers.
         warnings.warn(
             "a packed layer was given other weights, as by the merging of an adapter, and packed them again in "
-            f"{self.layer_format.weight}: SQNR {sqnr:.0f} dB",
+            f"{self._format}: SQNR {sqnr:.0f} dB",
             stacklevel=3,
         )
 
     @property
     def layer_format(self) -> LayerFormat:
         """The formats of the layer's matmul."""
-        return self._layer_format
+        return LayerFormat(self._format, self._activation, self._activation_outer, self._scale_rule)
 
     @layer_format.setter
     def layer_format(self, chosen: LayerFormat) -> None:
-        # Graphs read the names here: a guard on another object's attribute, or on a property, would keep Dynamo from
-        # passing over the guards of this module and of those around it (`use_recursive_dict_tags_for_guards`).
-        self._layer_format, self._format, self._activation = chosen, chosen.weight, chosen.activation
+        # Numbers and names in the module's own attributes. A guard on another object's attribute, or on a property,
+        # would keep Dynamo from passing over the guards of this module and of those around it
+        # (`use_recursive_dict_tags_for_guards`); and torch's stored graphs lose objects that no guard reads.
+        self._format, self._activation = chosen.weight, chosen.activation
+        self._activation_outer, self._scale_rule = chosen.activation_outer, chosen.scale_rule
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -274,13 +276,13 @@ class PackedWeight(nn.Module):
 
     def scale_layout_on(self, device: torch.device) -> str:
         """The layout of the block scales on a device, "linear" or "swizzled"."""
-        formats_of = self.layer_format.activation, self.layer_format.weight
+        formats_of = self._activation, self._format
         return layout_on(device, *formats_of, self.out_features, self.in_features, self.experts)
 
     def scales_as(self, layout: str, scales: torch.Tensor) -> torch.Tensor:
         """Block scales of this layer's weight in a layout; returned unchanged where their shape does not fit."""
         shape, _ = buffer_shapes(self)["weight_scales"]
-        return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
+        return laid_out(scales, formats.get(self._format), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
         """Convert the block scales of an unsharded layer, and its static scale, to the device."""
@@ -296,7 +298,7 @@ class PackedWeight(nn.Module):
         super().__setstate__(state)
         for name in {"layer_format", "weight_dtype"} & vars(self).keys():  # of older pickles
             setattr(self, name, self.__dict__.pop(name))
-        self.layer_format = replace(self.layer_format, scale_rule=present_rule(self.layer_format.scale_rule))
+        self._scale_rule = present_rule(self._scale_rule)
         outer = self._buffers.get("weight_outer")
         if outer is not None:  # older pickles have it as integers, and no buffer for the description
             self._buffers["weight_outer"] = outer.view(torch.float32)
@@ -345,7 +347,7 @@ class PackedWeight(nn.Module):
         if state is not None and state | {"scale_rule": rule} != mine:
             return f"the state is of {state}, the layer is {mine}"
         for name in BUFFERS:
-            given, dtypes = state_dict.get(prefix + name), dtypes_in(self.layer_format.weight)[name]
+            given, dtypes = state_dict.get(prefix + name), dtypes_in(self._format)[name]
             # States of earlier versions have floats in the format's dtype.
             if given is not None and given.dtype not in dtypes:
                 return f"{name} is {given.dtype} in the state, the layer has {dtypes[0]}"
@@ -358,9 +360,9 @@ class PackedWeight(nn.Module):
         return found if self.experts is None else found | {"experts": self.experts, "in_first": self.in_first}
 
     def extra_repr(self) -> str:
-        layer_format, experts = self.layer_format, "" if self.experts is None else f"{self.experts} experts, "
-        return (f"{experts}{self.in_features}, {self.out_features}, weight={layer_format.weight}, "
-                f"activation={layer_format.activation or 'as it comes'}")  # fmt: skip
+        experts = "" if self.experts is None else f"{self.experts} experts, "
+        return (f"{experts}{self.in_features}, {self.out_features}, weight={self._format}, "
+                f"activation={self._activation or 'as it comes'}")  # fmt: skip
 
 
 _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
