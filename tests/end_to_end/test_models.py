@@ -88,14 +88,14 @@ def test_generate_compiles_the_decoding_of_a_packed_model(monkeypatch):
     model, prompt = llama().eval(), torch.arange(7).unsqueeze(0)
     fp4compile.pack_(model, "nvfp4_weight_only")
     expected = model.generate(prompt, **generate)
-    backend = torch._dynamo.lookup_backend("fp4compile_nvfp4_weight_only")
-    backend.reset()
+    report = torch._dynamo.lookup_backend("fp4compile_nvfp4_weight_only").report  # of the whole process
+    graphs = report.graphs or 0
     compiling = transformers.CompileConfig(backend="fp4compile_nvfp4_weight_only")
     compiling._compile_all_devices = True
     for _ in range(2):
         got = model.generate(prompt, **generate, cache_implementation="static", compile_config=compiling)
         assert torch.equal(got, expected)
-    assert len(backend.report.quantised) == len(linears(model)) and backend.report.graphs == 1
+    assert linears(model) <= {row.module for row in report.quantised} and report.graphs == graphs + 1
 
 
 # ---------------------------------------------------------------- a trained BERT

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fp4compile
 import fp4compile_autoload
+from fp4compile.formats import formats
 from fp4compile.recipe import recipes
 from fp4compile.weights.linear import PackedLinear
 from tests.helpers.packed_models import Net, Twice, recipe_of, run, write_packed
@@ -270,18 +271,27 @@ def test_a_state_of_version_0_1():
         assert torch.equal(one(x), other(x))
 
 
-def test_rules_of_earlier_versions_for_block_scales(tmp_path):
+def test_rules_of_earlier_versions_for_block_scales(tmp_path, monkeypatch):
     """States, files and pickles that name one hold codes and scales like all others."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 33))
     fp4compile.pack_(earlier := copy.deepcopy(model), "nvfp4")
-    for layer, rule in zip(earlier, ("four_over_six", "four_over_six_448"), strict=True):
-        object.__setattr__(layer.layer_format, "scale_rule", rule)
-    fp4compile.save_packed(earlier, tmp_path / "packed.safetensors")
-    torch.save(earlier, tmp_path / "packed.pt")
+    in_pickle = copy.deepcopy(earlier)
+    with monkeypatch.context() as patch:
+        patch.setattr(formats, "check_scale_rule", lambda *given: None)
+        for layer, pickled, rule in zip(earlier, in_pickle, ("four_over_six", "four_over_six_448"), strict=True):
+            layer._scale_rule = pickled._scale_rule = rule
+            # Pickles of that time have the object in the place of its fields.
+            kept = {"layer_format": pickled.layer_format, "weight_dtype": pickled.weight_dtype}
+            for name in ("_format", "_activation", "_activation_outer", "_scale_rule", "_weight_dtype"):
+                del vars(pickled)[name]
+            vars(pickled).update(kept)
+        fp4compile.save_packed(earlier, tmp_path / "packed.safetensors")
+        state = earlier.state_dict()
+    torch.save(in_pickle, tmp_path / "packed.pt")
     from_file, from_state = copy.deepcopy(model), copy.deepcopy(model)
     fp4compile.load_packed(from_file, tmp_path / "packed.safetensors")
     fp4compile.pack_(from_state, {"recipe": "nvfp4", "weight_scales": "mse"})
-    from_state.load_state_dict(earlier.state_dict())
+    from_state.load_state_dict(state)
     pickled = torch.load(tmp_path / "packed.pt", weights_only=False)
     x = torch.randn(3, 64)
     for found in (from_file, from_state, pickled):
