@@ -71,7 +71,7 @@ class Region:
             if node in self:
                 continue
             if not self._take(node):
-                break  # a part that ends after it would not be the only user of what it reads
+                break  # no part can end later: this user, which is outside, reads the region as well (`ends_at`)
             for user in node.users:
                 heapq.heappush(waiting, user)
 

@@ -234,7 +234,7 @@ class PackedWeight(nn.Module):
     @layer_format.setter
     def layer_format(self, chosen: LayerFormat) -> None:
         # Numbers and names in the module's own attributes. A guard on another object's attribute, or on a property,
-        # would keep Dynamo from passing over the guards of this module and of those around it
+        # would keep Dynamo from passing over the guards of this module and of the modules around it
         # (`use_recursive_dict_tags_for_guards`); and torch's stored graphs lose objects that no guard reads.
         self._format, self._activation = chosen.weight, chosen.activation
         self._activation_outer, self._scale_rule = chosen.activation_outer, chosen.scale_rule

@@ -359,7 +359,7 @@ PRINTED = """
 def test_second_process_hits_the_caches_and_a_changed_recipe_misses_them(tmp_path, monkeypatch):
     """So a recipe's digest, which is in the key, is the same in another process.
 
-    Neither is this process: what ran in it (AOTInductor, for example) is in torch's key.
+    Neither process is the one that runs the tests: after AOTInductor, for example, a process has another key.
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (first,) = run_python(CACHED + PRINTED.format(["mxfp8"]), tmp_path)

@@ -12,12 +12,9 @@ from safetensors.torch import load_file, save_file
 import fp4compile
 from fp4compile.cli.explain_command import _formats_of
 from fp4compile.weights.buffers import packed_modules
+from tests.helpers.old_transformers import from_pretrained_loads, installed
 
-installed = Version(transformers.__version__)
 pytestmark = pytest.mark.skipif(installed < Version("5.8.0"), reason="transformers 5.7.0 has no DeepSeek-V4")
-from_pretrained_loads = pytest.mark.skipif(
-    installed < Version("5.9.0"), reason="from_pretrained of transformers 5.8.0 and 5.8.1 reads no packed model"
-)
 reads_experts = pytest.mark.skipif(
     installed <= Version("5.10.0"),
     reason="transformers 5.8.1, 5.9.0 and 5.10.0 were tried and do not read w1, w2 and w3 of DeepSeek-V4's experts",

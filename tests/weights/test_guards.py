@@ -1,7 +1,8 @@
 """What compiled code checks of packed modules before each call: nothing that Dynamo cannot pass over.
 
-Under torch 2.11 Dynamo skips the guards of a module whose dictionaries have not changed, if all of them are on the
-module's own attributes; one other guard, and those of all modules around it are checked in each call, too.
+Torch 2.11 checks no guard of a module whose dictionaries have not changed, if all guards of the module are on its own
+attributes. A single guard on anything else makes it check all guards of the module, and of the modules around it, in
+each call.
 """
 
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,6 +18,7 @@ from fp4compile.weights.linear import PackedLinear
 from fp4compile.weights.published.expert_names import Experts
 from tests.helpers.by_hand import assert_rounds_to
 from tests.helpers.checkpoints import DATA, bits, decoded, tensors_of
+from tests.helpers.old_transformers import from_pretrained_loads
 from tests.helpers.rewritten import rewritten
 
 MIXTRAL = DATA / "modelopt_nvfp4_mixtral"
@@ -243,12 +242,6 @@ def from_pretrained(folder):
     model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not found["missing_keys"] and not found["unexpected_keys"]
     return model
-
-
-from_pretrained_loads = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.9.0"),
-    reason="from_pretrained of transformers 5.5.0 and 5.8.1 reads no packed model",
-)
 
 
 @pytest.mark.parametrize("read", [loaded, pytest.param(from_pretrained, marks=from_pretrained_loads)])
