@@ -59,6 +59,8 @@ def random_model(args) -> PreTrainedModel:
     kind, config_kind, layers, sizes, tiny, _ = MODELS[args.model]
     longest = max(args.prompt, args.context + decoded(args))
     sizes = {"attn_implementation": "sdpa"} | (tiny if args.tiny else sizes)
+    if args.attention:
+        sizes |= {"attn_implementation": args.attention}
     layers = args.layers or layers
     if "layer_types" in sizes:
         sizes |= {"layer_types": sizes["layer_types"][:layers]}
@@ -165,6 +167,8 @@ def main() -> None:
     parser.add_argument("--recipe", help="by default the model's in `MODELS`")
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="by default all of the model's")
+    parser.add_argument("--attention", help="transformers' implementation; by default the model's in `MODELS`, or sdpa")
+    parser.add_argument("--head", metavar="RECIPE", help="also measure with an output head packed by this recipe")
     parser.add_argument("--experts", choices=("batched_mm", "grouped_mm"), default="batched_mm")
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before those that are decoded")
@@ -178,18 +182,24 @@ def main() -> None:
     torch.compiler.reset()
     memory(args.device)
     recipe = args.recipe or MODELS[args.model][-1]
-    fp4compile.pack_(model, recipe)
-    used = memory(args.device)
     name = recipe if isinstance(recipe, str) else "mxfp4 experts"
-    ours = measure(name, model, args, backend=fp4compile.backend(recipe, strict=True), **mode)
-    rows.append({**ours, **used})
+    packings = [(name, recipe)]
+    if args.head:
+        rules = {"recipe": recipe, "rules": [["lm_head", args.head]]}
+        packings.append((f"{name}, head {args.head}", rules))  # packs the head of the packed model
+    for name, recipe in packings:
+        fp4compile.pack_(model, recipe)
+        used = memory(args.device)
+        ours = measure(name, model, args, backend=fp4compile.backend(recipe, strict=True), **mode)
+        rows.append({**ours, **used})
     for row in rows:
         row["decode x"] = row["decode tokens/s"] / rows[0]["decode tokens/s"]
         row["prefill x"] = row["prefill ms"] / rows[0]["prefill ms"]
     settings = {name: getattr(args, name) for name in ("prompt", "context", "tokens", "tiny")}
-    settings = {"recipe": recipe, **settings, "model": args.model, "layers": model.config.num_hidden_layers}
+    settings = {"recipe": packings[0][1], **settings, "model": args.model, "layers": model.config.num_hidden_layers}
     if has_experts(model):
         settings["experts"] = args.experts
+    settings |= {name: value for name in ("attention", "head") if (value := getattr(args, name)) is not None}
     common.publish(args, settings, rows)
 
 

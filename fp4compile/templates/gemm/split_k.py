@@ -1,4 +1,8 @@
-"""The second kernel of a split-K matmul: it adds the programs' partial sums, in a fixed order."""
+"""The second kernel of a split-K matmul: it adds the programs' partial sums, in a fixed order.
+
+On an H200 `gemm_wgmma_sm90` was slower where the last program of a tile added the tile's sums, without this kernel: 64
+rows of 8192 x 8192 took 24.7 us instead of 23.7, 128 rows of 4096 x 4096 18.2 instead of 14.4. Few programs add then.
+"""
 
 import torch
 import triton
