@@ -1,6 +1,6 @@
 """The kernels that stream FP4 weights (gemv, skinny, wgmma): written in inline PTX, so they run on a GPU alone."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -11,7 +11,13 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.gemv import GemvConfig
 from fp4compile.templates.gemm.skinny import SkinnyConfig
-from fp4compile.templates.gemm.wgmma_launches_sm90 import GROUPED_TILES, LARGE_TILES, WgmmaConfig, with_shared_memory
+from fp4compile.templates.gemm.wgmma_launches_sm90 import (
+    GROUPED_TILES,
+    LARGE_TILES,
+    SMALL_TILES,
+    WgmmaConfig,
+    with_shared_memory,
+)
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from tests.helpers import choices
 from tests.helpers.check_products import check
@@ -113,8 +119,7 @@ WGMMA_CONFIGURATIONS = [
         (16, 4, 1, 3, 1, 1), (16, 4, 1, 2, 2, 4), (16, 8, 1, 3, 2, 4), (32, 8, 1, 3, 2, 1), (32, 4, 1, 2, 1, 8),
         (64, 8, 1, 3, 1, 2), (64, 16, 1, 4, 2, 1),
     )),
-    *(WgmmaConfig(rows, 8, parts, stages, 1, 1 + (rows < 128), buffers=buffers)
-      for rows, parts, stages, buffers, _ in LARGE_TILES),
+    *(replace(tile.config, split_k=1 + (tile.config.rows < 128)) for tile in (*SMALL_TILES, *LARGE_TILES)),
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fp4compile.formats import formats
+from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose
@@ -47,8 +48,24 @@ def test_grids_are_made_for_the_multiprocessors(multiprocessors):
     assert config(1).grid in (2 * multiprocessors, 3 * multiprocessors)
     assert config(4).grid == 6 * multiprocessors
     few = config(32, n=4096)
-    assert few.split_k == {16: 1, 114: 2, 132: 4, 148: 4}[multiprocessors]
-    assert few.shared * -(-few.grid(32, 4096) // multiprocessors) <= Target(90).shared_memory
+    assert few.split_k == {16: 1, 114: 8, 132: 4, 148: 4}[multiprocessors]
+    programs = min(-(-few.grid(32, 4096) // multiprocessors), 2)  # more have no room
+    assert few.shared * programs <= Target(90).shared_memory
+
+
+@pytest.mark.parametrize(("m", "n", "k", "epilogue", "rows", "warps", "split_k"), [
+    (16, 8192, 8192, False, 16, 4, 4), (16, 1024, 4096, False, 16, 4, 8), (17, 10240, 8192, False, 32, 8, 4),
+    (33, 28672, 4096, False, 48, 16, 1), (33, 28672, 4096, True, 48, 8, 1), (48, 5120, 5120, False, 48, 4, 4),
+    (64, 1024, 2048, False, 64, 4, 4), (64, 28672, 4096, False, 64, 16, 1), (64, 28672, 4096, True, 64, 8, 1),
+    (49, 5120, 17408, False, 64, 8, 8),
+])  # fmt: skip
+def test_tiles_of_up_to_64_rows(m, n, k, epilogue, rows, warps, split_k):
+    """Rows of the next size; parts of K for a small B; 16 warps for a large one, without an epilogue."""
+    plain, packed = OperandSpec(None, torch.bfloat16), OperandSpec(NVFP4, NVFP4.data_dtype, outer="tensor")
+    steps = Epilogue.parse(["sigmoid product"], torch.bfloat16, torch.bfloat16) if epilogue else None
+    spec = ProductSpec(plain, packed, torch.bfloat16, epilogue=steps)
+    config = choose(Problem(spec, m, n, k, Target(90, 132))).config
+    assert (config.rows, config.warps, config.split_k) == (rows, warps, split_k)
 
 
 @pytest.mark.parametrize(("fmt", "target", "n", "programs"), [
