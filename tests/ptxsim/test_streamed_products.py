@@ -32,7 +32,9 @@ from tests.helpers.by_hand import assert_rounds_to
     ("nvfp4", (20, 119, 448), "bias", (16, 4, 1, 3, 2, 1)),
     # Two tiles of columns. An operand of the epilogue comes to the L2 cache first, and nothing beyond its end.
     (None, (100, 136, 64), "gated", (72, 4, 1, 2, 1, 1, 8, 3)),
-], ids=["two parts", "ragged", "operand"])  # fmt: skip
+    # 48 rows, of which swizzled A has 64.
+    (None, (45, 128, 1280), "bias", (48, 8, 1, 2, 2, 4)),
+], ids=["two parts", "ragged", "operand", "48 rows"])  # fmt: skip
 def test_tiles_of_wgmma(a, shape, epilogue, form, monkeypatch):
     def config(problem):
         return with_shared_memory(WgmmaConfig(*form), problem, needed_bytes)
