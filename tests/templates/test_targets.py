@@ -54,7 +54,8 @@ def test_grids_are_made_for_the_multiprocessors(multiprocessors):
 
 
 @pytest.mark.parametrize(("m", "n", "k", "epilogue", "rows", "warps", "split_k"), [
-    (16, 8192, 8192, False, 16, 4, 4), (16, 1024, 4096, False, 16, 4, 8), (17, 10240, 8192, False, 32, 8, 4),
+    (16, 8192, 8192, False, 16, 4, 4), (16, 1024, 4096, False, 16, 4, 8), (9, 2560, 9728, False, 16, 4, 8),
+    (17, 10240, 8192, False, 32, 8, 4),
     (33, 28672, 4096, False, 48, 16, 1), (33, 28672, 4096, True, 48, 8, 1), (48, 5120, 5120, False, 48, 4, 4),
     (64, 1024, 2048, False, 64, 4, 4), (64, 28672, 4096, False, 64, 16, 1), (64, 28672, 4096, True, 64, 8, 1),
     (49, 5120, 17408, False, 64, 8, 8),
