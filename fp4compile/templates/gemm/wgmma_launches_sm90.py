@@ -95,8 +95,13 @@ class _Timed:
 
 
 def _fastest(p: Problem, m: int, tiles: Iterable[_Timed], sums: tuple[float, float]) -> WgmmaConfig:
-    """The tile and the parts of K that take the least time. A part has at least 512 elements."""
-    each = [(tile, split_k) for tile in tiles for split_k in (1, 2, 4, 8) if split_k == 1 or p.k >= 512 * split_k]
+    """The tile and the parts of K that take the least time.
+
+    A part has at least 512 elements. 16 warps have no registers for an epilogue; that of parts is in the launch that
+    adds them.
+    """
+    each = [(tile, split_k) for tile in tiles for split_k in (1, 2, 4, 8)
+            if (p.k >= 512 * split_k if split_k > 1 else tile.config.warps < 16 or not p.spec.epilogue)]  # fmt: skip
     best, split_k = min(each, key=lambda one: one[0].microseconds(p, m, one[1], sums))
     return replace(best.config, split_k=split_k)
 
@@ -104,7 +109,7 @@ def _fastest(p: Problem, m: int, tiles: Iterable[_Timed], sums: tuple[float, flo
 # Tiles of 17 to 64 rows of A: rows, warps, stages, steps of a stage of A; and as for `_Timed`. Least squares of 1230
 # timed launches (22 shapes of 1024 to 28672 columns and 2048 to 28672 elements along K, 20 to 64 rows; off by 5 % on
 # average), then changed by up to 20 % to choose best. The chosen launches take 0.5 % more time than the fastest timed
-# ones, 11 % in the worst case (5120 x 13824). 16 warps read A less often, and have no registers for an epilogue.
+# ones, 11 % in the worst case (5120 x 13824). 16 warps read A less often.
 SMALL_TILES = tuple(
     _Timed(WgmmaConfig(rows, warps, 1, stages, steps), *times)
     for rows, warps, stages, steps, *times in (
@@ -127,11 +132,9 @@ def _tile(p: Problem) -> WgmmaConfig:
     """
     rows = next(rows for rows in (16, 32, 48, 64) if statically_true(p.m <= rows))
     if rows > 16:
-        tiles = [each for each in SMALL_TILES
-                 if each.config.rows == rows and not (each.config.warps == 16 and p.spec.epilogue)]  # fmt: skip
         if not (isinstance(p.n, int) and isinstance(p.k, int)):
             return WgmmaConfig(rows, warps=8, parts=1, stages=2, steps_per_stage=2)
-        return _fastest(p, rows, tiles, (1.0, 2.2))
+        return _fastest(p, rows, (each for each in SMALL_TILES if each.config.rows == rows), (1.0, 2.2))
     config = WgmmaConfig(rows, warps=4, parts=1, stages=2, steps_per_stage=2)
     # Programs of a multiprocessor, and parts of K: 2560 x 9728 takes 11.6 us with eight parts, 13.0 with four.
     room, most = (1, 8) if statically_true(p.n <= 2048) else (7, 8 if statically_true(p.n <= 3072) else 4)
