@@ -113,14 +113,11 @@ def test_wgmma_with_many_rows(a, b, layout):
     check_shapes(shapes, a, b, layout)
 
 
-# Rows of a tile, warps, parts of a warp, stages, steps per stage, parts of K; then all tiles of many rows.
+# Every tile of a dense matmul. Those that share a multiprocessor, or have few rows, are chosen with parts of K.
 WGMMA_CONFIGURATIONS = [
-    *(WgmmaConfig(*form) for form in (
-        (16, 4, 1, 3, 1, 1), (16, 4, 1, 2, 2, 4), (16, 8, 1, 3, 2, 4), (32, 8, 1, 3, 2, 1), (32, 4, 1, 2, 1, 8),
-        (64, 8, 1, 3, 1, 2), (64, 16, 1, 4, 2, 1),
-    )),
+    WgmmaConfig(16, 4, 1, 2, 2, 4),
     *(replace(tile.config, split_k=1 + (tile.config.rows < 128)) for tile in (*SMALL_TILES, *LARGE_TILES)),
-]  # fmt: skip
+]
 
 
 def of_config(config):
