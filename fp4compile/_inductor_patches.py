@@ -5,7 +5,6 @@ has no effect, nor has a function whose object the library's version lacks. Only
 right results; it returns whether it replaced its property.
 """
 
-import copy
 import functools
 import inspect
 import re
@@ -36,45 +35,34 @@ from torch.utils._ordered_set import OrderedSet
 
 
 @functools.cache
-def share_kernel_analysis() -> None:
-    """Tell torch what this package's kernels write, or make torch analyse it once per signature, not for each launch.
+def declare_writes() -> None:
+    """Tell torch what this package's kernels write, as they say themselves (`templates.writes`).
 
     Replaces `identify_mutated_tensors` (torch 2.11) or `identify_accessed_tensors` (torch 2.13), whichever there is, in
-    `torch._higher_order_ops.triton_kernel_wrap`. Whenever torch traces or lowers the launch of a user-defined kernel,
-    it compiles the kernel to Triton's intermediate code and analyses that, some tenths of a second each time. Torch
-    compiles no kernel that says what it writes (`templates.writes`). A model launches the other kernels hundreds of
-    times, with few signatures: the arguments that a kernel of this package writes depend on its constexpr arguments and
-    on types, and on no number that a launch passes.
+    `torch._higher_order_ops.triton_kernel_wrap`. Whenever torch traces or lowers the launch of another kernel, it
+    compiles the kernel to Triton's intermediate code and analyses that, some tenths of a second each time.
     """
     wrap = torch._higher_order_ops.triton_kernel_wrap
     for name, of_names in (("identify_mutated_tensors", list), ("identify_accessed_tensors", _accesses)):
         identify = getattr(wrap, name, None)
         if identify is not None:
-            setattr(wrap, name, _shared(identify, of_names))
+            setattr(wrap, name, _declared(identify, of_names))
 
 
-def _shared(identify: Callable, of_names: Callable) -> Callable:
-    """`identify` with its results cached for this package's kernels. of_names: the result for declared arguments."""
-    found: dict[tuple, Any] = {}
+def _declared(identify: Callable, of_names: Callable) -> Callable:
+    """`identify`, which asks kernels what they write. of_names: the result for declared arguments."""
 
     @functools.wraps(identify)
-    def shared(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: Any) -> Any:
+    def declared(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: Any) -> Any:
         # torch passes the number of warps on in an autotuner of one configuration, a new one for each launch.
         tuned = isinstance(kernel, triton.runtime.Autotuner)
         function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
-        if not _is_ours(function):
+        if not hasattr(function, "written"):
             return identify(kernel, kwargs, tma_descriptor_metadata)
-        if hasattr(function, "written"):
-            written = function.written(arguments)
-            return of_names([name for name in function.arg_names if name in written])
-        constants = {parameter.name for parameter in function.params if parameter.is_constexpr}
-        types = [(name, _signature(value, name in constants)) for name, value in arguments.items()]
-        key = (function, tuple(types))
-        if key not in found:
-            found[key] = identify(kernel, kwargs, tma_descriptor_metadata)
-        return copy.copy(found[key])
+        written = function.written(arguments)
+        return of_names([name for name in function.arg_names if name in written])
 
-    return shared
+    return declared
 
 
 def _accesses(names: list[str]) -> Any:
@@ -88,13 +76,6 @@ def _accesses(names: list[str]) -> Any:
     return torch._higher_order_ops.triton_kernel_wrap.TensorAccesses(
         ReadWrites(reads=OrderedSet(), writes=writes, index_exprs=OrderedSet()), can_fuse_epilogue=False
     )
-
-
-def _signature(value: Any, constant: bool) -> tuple:
-    """An argument's part of the key: its type, a constant's value, a tensor's dtype."""
-    if constant or value is None:
-        return type(value).__name__, value
-    return "number" if isinstance(value, int | torch.SymInt) else "tensor", getattr(value, "dtype", None)
 
 
 @functools.cache
@@ -125,6 +106,37 @@ def launch_as_dependents() -> None:
             del self.define_kernel
 
     PythonWrapperCodegen.define_user_defined_triton_kernel = defined
+
+
+@functools.cache
+def define_kernels_once() -> None:
+    """Make Inductor define one kernel for launches of this package's kernels that differ in sizes alone.
+
+    Replaces `PythonWrapperCodegen.define_user_defined_triton_kernel`; seen working with torch 2.11, 2.13 and 2.15. The
+    original defines a kernel anew for other values of its arguments if it comes with configurations: which of several
+    is fastest may depend on sizes. This package's kernels have one configuration, in which a number is nothing but its
+    kind (`_of_same_kind`). A forward and a backward graph of Llama in nvfp4_train had 57 definitions, where 25 do.
+    """
+    define = PythonWrapperCodegen.define_user_defined_triton_kernel
+
+    @functools.wraps(define)
+    def defined(self: Any, kernel: Any, configs: Any, kwargs: dict[str, Any], *rest: Any, **more: Any) -> Any:
+        if _is_ours(kernel) and len(configs) == 1:
+            constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+            kwargs = {name: value if name in constants else _of_same_kind(value) for name, value in kwargs.items()}
+        return define(self, kernel, configs, kwargs, *rest, **more)
+
+    PythonWrapperCodegen.define_user_defined_triton_kernel = defined
+
+
+def _of_same_kind(value: Any) -> Any:
+    """A number that Triton compiles the same code for: of all such integers above 1 the same one.
+
+    Triton asks whether an argument is 1, whether it is a multiple of 16, and whether it needs more than 32 bits.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 1:
+        return value
+    return (16 if value % 16 == 0 else 2) + (0 if value < 2**31 else 2**31)
 
 
 @functools.cache

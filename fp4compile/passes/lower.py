@@ -42,8 +42,9 @@ from fp4compile.templates.launch import on_gpu
 
 def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
-    _inductor_patches.share_kernel_analysis()
+    _inductor_patches.declare_writes()
     _inductor_patches.launch_as_dependents()
+    _inductor_patches.define_kernels_once()
     _inductor_patches.decompose_launches_directly()
     _inductor_patches.compare_sparse_values()
     lowered = 0

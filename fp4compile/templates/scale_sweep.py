@@ -29,6 +29,7 @@ from fp4compile.templates.quantize.outputs import Output, empty_output, padded_s
 from fp4compile.templates.quantize.source import Source, source_of
 from fp4compile.templates.quantize.squares import store_square_scales
 from fp4compile.templates.view import View
+from fp4compile.templates.writes import of, writes
 
 U_MAX = tl.constexpr(reference_scales.U_MAX)
 CANDIDATES = tl.constexpr(reference_scales.CANDIDATES)
@@ -164,6 +165,7 @@ def least_error(first, second, top, DOUBLE_WINS: tl.constexpr, ISA: tl.constexpr
     return winner
 
 
+@writes("scales_ptr", data_ptr=of("CODES"))
 @triton.jit
 def sweep_scales(
     x_ptr, data_ptr, scales_ptr, outer_ptr, rows, cols, x_batch, x_row,

@@ -32,9 +32,19 @@ def of_stored() -> dict[str, Condition]:
             for name in (f"stored_{i}_ptr" for i in (1, 2, 3))}  # fmt: skip
 
 
-def of_scales(data: str = "data_ptr") -> Condition:
-    """The condition of block scales: the format has some, and `data` gets codes and not dequantised values."""
-    return lambda arguments: arguments["SCALE"] != "none" and not arguments[data].dtype.is_floating_point
+def of(constant: str) -> Condition:
+    """The condition that a constexpr argument is neither False nor 0."""
+    return lambda arguments: bool(arguments[constant])
+
+
+def of_scales(data: str = "data_ptr", where: Condition = lambda arguments: True) -> Condition:
+    """The condition of block scales: the format has some, and `data` gets codes and not dequantised values.
+
+    where: a further condition, without which `data` may be None.
+    """
+    return lambda arguments: (
+        where(arguments) and arguments["SCALE"] != "none" and not arguments[data].dtype.is_floating_point
+    )
 
 
 def of_outer(arguments: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ import re
 from contextlib import nullcontext
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch._higher_order_ops import triton_kernel_wrap
@@ -17,6 +18,8 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
 
 from fp4compile import _inductor_patches
 from fp4compile.passes.fake_quantize import fake_quantize
@@ -296,6 +299,34 @@ def test_horizontal_fusion_is_one_launch(recipe, kernel, function, shapes, sizes
     assert sorted(size for _, size in written) == sorted(sizes)
     assert all(re.search(rf"run\(.*\b{name}\b", after) for name, _ in written)
     assert not re.search(r"copy_|zeros|clone", text)
+
+
+def two_layers(x, y, w, v):
+    return F.linear(x, w), F.linear(y, v)
+
+
+@pretending
+@pytest.mark.parametrize(("columns", "products"), [(2048, 1), (2056, 2)])
+def test_launches_of_other_sizes_share_kernels(columns, products, monkeypatch):
+    """Each kernel is defined once for both layers. A size of 2056, which is no multiple of 16, needs another one."""
+    pretend(monkeypatch, 90)
+    shapes = (512, 512), (512, 1024), (1024, 512), (columns, 1024)
+    kernels, calls = kernels_and_calls(*generated(two_layers, *shapes, recipe="nvfp4"))
+    texts = [text.replace(name, "") for name, text in kernels.items()]
+    assert len(set(texts)) == len(texts) < len(calls)
+    assert sum(name.startswith("gemm_wgmma_sm90") for name in kernels) == products
+
+
+@pretending
+def test_numbers_that_triton_compiles_the_same_code_for():
+    def kind(number):
+        return native_specialize_impl(CUDABackend, number, False, True, True)
+
+    numbers = [-16, -1, *range(40), 4096, *(2**31 + i for i in range(-17, 40)), 2**40 + 1, 2**62]
+    found = {number: _inductor_patches._of_same_kind(number) for number in numbers}
+    assert all(kind(number) == kind(one) for number, one in found.items())
+    assert {one for number, one in found.items() if number > 1} == {2, 16, 2**31 + 2, 2**31 + 16}
+    assert all(_inductor_patches._of_same_kind(one) is one for one in (True, None, "e2m1", sympy.Symbol("s0")))
 
 
 @pretending

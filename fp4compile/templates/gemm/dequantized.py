@@ -11,8 +11,10 @@ from fp4compile.templates.device.dequantized_tile import load_scales, load_units
 from fp4compile.templates.device.elements import decode_pair, float_bits
 from fp4compile.templates.gemm.call import KernelOperand
 from fp4compile.templates.launch import launch
+from fp4compile.templates.writes import writes
 
 
+@writes("out_ptr", inexact_ptr=lambda arguments: arguments["SCALE"] == "e8m0")
 @triton.jit
 def dequant_operand(
     data_ptr, scales_ptr, out_ptr, inexact_ptr, offs_ptr, rows, blocks, per_row, tiles,

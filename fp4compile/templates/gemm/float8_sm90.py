@@ -31,6 +31,7 @@ from fp4compile.templates.gemm.call import Call, KernelOperand
 from fp4compile.templates.gemm.candidate import FLOAT8, Candidate, opaque
 from fp4compile.templates.launch import Launch, LaunchConfig, launch
 from fp4compile.templates.problem import Problem
+from fp4compile.templates.writes import writes
 
 NAME = "float8_sm90"
 LEAST_ROWS = 64  # of a dense matmul; not timed below
@@ -115,6 +116,7 @@ def _rows_fit(p: Problem) -> bool:
     return codes and statically_true(p.padded_k % 16 == 0)
 
 
+@writes("table_ptr")
 @triton.jit
 def write_table(offs_ptr, table_ptr, rows, groups, BM: tl.constexpr, ALONG_K: tl.constexpr, GROUPS: tl.constexpr,
                 ENTRIES: tl.constexpr):  # fmt: skip

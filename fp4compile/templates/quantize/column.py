@@ -6,7 +6,9 @@ Groups of rows are quantised down the columns of each group. They lie in the out
 with zeros to tiles of 128 rows: tile t has the padded rows from 128 * t on, and they are of one group.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -40,6 +42,7 @@ from fp4compile.templates.quantize.outputs import (
 )
 from fp4compile.templates.quantize.row import encode_and_store_codes, seed_pointer, store_group_outers, store_row_scales
 from fp4compile.templates.quantize.source import Source
+from fp4compile.templates.writes import of, of_outer, of_scales, writes
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,18 @@ def clear_codes(units, rows, bits: tl.constexpr):
     return units & mask[None, :]
 
 
+def _of_column_outer(arguments: Mapping[str, Any]) -> bool:
+    """Whether `quantize_columns` makes global or row scales of the columns, and not of the rows for both."""
+    both = arguments["ALONG_ROWS"] and not arguments["TRANSFORM"]
+    once = arguments["GROUPS"] > 0 if arguments["OUTER"] == "matrix amax" else arguments["ISA"] >= 100
+    return of_outer(arguments) and (arguments["OUTER"] == "row amax" or not (both and once))
+
+
+@writes(
+    "columns_ptr", data_ptr=of("ALONG_ROWS"), scales_ptr=of_scales(where=of("ALONG_ROWS")),
+    column_scales_ptr=of_scales("columns_ptr"), column_outer_ptr=_of_column_outer,
+    outer_ptr=lambda arguments: arguments["ALONG_ROWS"] and of_outer(arguments),
+)  # fmt: skip
 @triton.jit
 def quantize_columns(
     x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,

@@ -16,6 +16,7 @@ from fp4compile.templates.device.memory import swizzle, tile_of
 from fp4compile.templates.launch import LaunchConfig, launch, target_of
 from fp4compile.templates.quantize.outputs import code_pairs, format_constants
 from fp4compile.templates.quantize.source import power_of_two
+from fp4compile.templates.writes import writes
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def dequantize(
     return out
 
 
+@writes("out_ptr")
 @triton.jit
 def dequantize_rows(
     data_ptr, scales_ptr, outer_ptr, out_ptr, rows, cols,

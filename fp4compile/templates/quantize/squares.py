@@ -23,6 +23,7 @@ from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, store_aligns, tile_grid
 from fp4compile.templates.quantize.source import Source
+from fp4compile.templates.writes import of, of_outer, of_scales, writes
 
 LONG = 64
 
@@ -154,6 +155,10 @@ def store_long_columns(
     store_scales(scales_ptr, bits, batch, column, row0 // BLOCK, cols, blocks, False, SCALE_ALIGN)
 
 
+@writes(
+    data_ptr=of("ALONG_ROWS"), scales_ptr=of_scales(where=of("ALONG_ROWS")), columns_ptr=of("ALONG_COLUMNS"),
+    column_scales_ptr=of_scales("columns_ptr", of("ALONG_COLUMNS")), outer_ptr=of_outer,
+)  # fmt: skip
 @triton.jit
 def quantize_squares(
     x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr,
