@@ -38,7 +38,9 @@ def main() -> int:
             return min(1, simulated.search(kind.wrong_with, options.seed, options.count))
     fuzzer = fuzzer_of(options)
     start, found = time.perf_counter(), 0
-    for seed in options.seeds or range(options.seed, options.seed + options.count):
+    for done, seed in enumerate(options.seeds or range(options.seed, options.seed + options.count)):
+        if done and done % 100 == 0:  # of a search that somebody ends, too
+            print(f"{done} programs, {found} findings", file=sys.stderr, flush=True)
         finding, shown = check_one(fuzzer, seed, options)
         if finding is not None:
             print("=" * 100, shown, sep="\n", flush=True)
