@@ -24,7 +24,10 @@ See = Callable[[Gemm, set[str], torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class Observation:
-    """A model that passes the activations of layers to `see`; called like the model. choose: the layers."""
+    """A model whose calls also pass what its layers' matmuls read to `see`. It is called like the model.
+
+    choose: picks the matmuls of each captured graph that are watched.
+    """
 
     def __init__(self, model: Callable, choose: Choose, see: See):
         self.choose, self.see = choose, see

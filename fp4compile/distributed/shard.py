@@ -31,7 +31,11 @@ _STILL_SHARDS = frozenset((
 
 
 class Member:
-    """A weight that is gathered as codes, with `others`. arrival: its memory, from the first gather on."""
+    """A sharded weight that FSDP2 gathers as codes.
+
+    others: the weights that FSDP2 gathers in the same all-gather. arrival: the memory that the gathered codes arrive
+    in, which later gathers use again; None before the first one.
+    """
 
     def __init__(self, sharded: Sharded, form: GatheredFormat, others: "Together"):
         self.sharded, self.form, self.others = sharded, form, others

@@ -75,7 +75,11 @@ class Sizes:
         return self.rows * self.columns * (self.count if self.along_k else 1)
 
     def flops(self, tile: tuple[int, int] | None, at_once: int) -> float:
-        """FLOPs of whole tiles, `at_once` of them in each turn; without a tile, FLOPs of the matmul."""
+        """The FLOPs that a GPU spends on the matmul.
+
+        tile: (rows, columns) of the kernel's tiles; None counts the matmul's own FLOPs. at_once: how many tiles the GPU
+        computes in parallel. The last turn counts as many, even if fewer are left, and a tile at an edge counts whole.
+        """
         if tile is None:
             return 2 * self.rows * self.columns * self.contraction
         contraction = self.contraction / self.count if self.along_k else self.contraction

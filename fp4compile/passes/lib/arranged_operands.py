@@ -124,7 +124,7 @@ def _reads_written(user: Node, value: Node) -> bool:
 
 
 def _written_before(offs: Node, node: Node) -> bool:
-    """Whether offsets are an input of the graph, or a node depends on them."""
+    """Whether the groups' offsets are known before a node is computed: as a graph input, or as what it depends on."""
     return offs.op in _INPUTS or offs in reached(node, lambda each: each.all_input_nodes)
 
 
@@ -191,9 +191,10 @@ def _by_launch(product: ScaledMM, gathered: tuple[Node, Node] | None, traces: Tr
 
 
 def _stored(product: ScaledMM, traces: Traces, key: Hashable, function: Callable, nodes: Sequence[Node]) -> Node:
-    """The result of `Traces.add` before a matmul, which Inductor stores in the traced layout.
+    """`function` of nodes, computed before a matmul by its trace (`Traces.add`). Inductor stores the result as traced.
 
-    Views of it in another dtype are no part of Inductor's kernels, of which there are none with some dtypes of scales.
+    It must not compute the result inside of a kernel of its own that reads a view of it: the view's dtype may be one,
+    such as E8M0, for which Inductor generates no kernels.
     """
     graph = product.node.graph
     with graph.inserting_before(product.node):
