@@ -27,11 +27,10 @@ from torch._inductor import config as inductor
 
 import fp4compile
 from benchmarks import common
-from benchmarks.packed_layer import PACKED, routing
 
 CASES = ("bf16", "float8_rowwise", "float8_rowwise, codes", "packed nvfp4_one_level", "packed nvfp4_one_level, codes",
          "packed nvfp4_rowwise", "packed nvfp4_rowwise, codes")  # fmt: skip
-CODES, PASS = ", codes", "quantize_before_index"
+PACKED, CODES, PASS = "packed ", ", codes", "quantize_before_index"
 CALLS = 5  # that the profiler sees
 _BYTES = {"u8": 1, "bf16": 2, "f16": 2, "f32": 4, "f8e4m3fn": 1}
 # Nodes of a dumped graph: gathers of rows, and quantisers with what they read.
@@ -104,6 +103,13 @@ def measure(case: str, args: argparse.Namespace) -> tuple[dict, list[dict]]:
         "sum": y.double().sum().item(),
     }
     return row, [{"case": case, "kernel": name, "us": time} for name, time in times.items()]
+
+
+def routing(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the tokens in the order of their experts, the end of each expert's rows), drawn at random."""
+    experts = torch.rand(args.tokens, args.experts).topk(args.picked).indices.flatten()
+    offs = experts.bincount(minlength=args.experts).cumsum(0).to(torch.int32)
+    return experts.argsort(stable=True) // args.picked, offs
 
 
 def work_of(graph: str) -> tuple[int, int]:

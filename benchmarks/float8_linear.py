@@ -4,13 +4,14 @@ The columns: bf16; operands with a scale a row ("row"), the same with sums of fe
 ("tensor"), scales of 1x128 elements of A and 128x128 of B ("1x128 · 128x128", a layer's forward product and input
 gradient in `float8_block`), 1x128 of both ("1x128 · 1x128", its weight gradient); all without quantising. "block" is a
 layer with quantised activations and packed weights, "weights only" one with bf16 activations. "copy" is a copy of the
-bytes of operands and result in bf16. Weights are rotated, so that the L2 cache does not hold them; each column is one
-CUDA graph, replayed in turns, and medians count. Microseconds.
+bytes of operands and result in bf16. --peers adds DeepGEMM's product of 1x128 · 128x128 (`benchmarks.peers`). Weights
+are rotated, so that the L2 cache does not hold them; each column is one CUDA graph, replayed in turns, and medians
+count. Microseconds.
 
 --experts: matmuls of experts instead, whose tokens are split at random once: forward ones, beside bf16 (`F.grouped_mm`)
 and torch's `_scaled_grouped_mm`, with a scale a row and by 1x128 · 128x128, then weight gradients.
 
-    python -m benchmarks.float8_linear [--rows 1 8 64 8192] [--shapes 8192x8192] [--out FILE]
+    python -m benchmarks.float8_linear [--rows 1 8 64 8192] [--shapes 8192x8192] [--peers PEERS]
     python -m benchmarks.float8_linear --experts 8x4096x14336 128x1536x2048 --rows 64 4096 16384 131072
 """
 
@@ -18,12 +19,13 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import fp4compile.ops.quantize  # noqa: F401
-from benchmarks import common
+from benchmarks import common, peers
 from benchmarks.common import graph_times, random
 
 # N, K: a square, and the projections of Llama-3-8B.
@@ -45,20 +47,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 8192])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="N x K")
     parser.add_argument("--experts", nargs="+", help="number of experts x N x K")
+    parser.add_argument("--peers", type=Path, help="the folder of `benchmarks.peers`")
     parser.add_argument("--replays", type=int, default=9)
     args = parser.parse_args()
     rows = []
     for shape, m in itertools.product(args.experts or args.shapes, args.rows):
         sizes = tuple(map(int, shape.split("x")))
-        columns = (_expert_columns if args.experts else _columns)(m, *sizes)
+        columns = _expert_columns(m, *sizes) if args.experts else _columns(m, *sizes, args.peers)
         names = ("experts", "N", "K") if args.experts else ("N", "K")
         times = graph_times(columns.values(), args.replays)
         rows.append({"M": m, **dict(zip(names, sizes, strict=True)), **dict(zip(columns, times, strict=True))})
         print(rows[-1], file=sys.stderr, flush=True)
-    common.publish(args, {"replays": args.replays}, rows)
+    common.publish(args, {"replays": args.replays, "peers": args.peers and peers.VERSION}, rows)
 
 
-def _columns(m: int, n: int, k: int) -> dict[str, Calls]:
+def _columns(m: int, n: int, k: int, folder: Path | None) -> dict[str, Calls]:
     """The calls of each column, one for each copy of the weights."""
     x = random(m, k)
     weights = [random(n, k) for _ in range(min(max(3, int(ROTATED_BYTES / (n * k))), 16))]
@@ -67,6 +70,12 @@ def _columns(m: int, n: int, k: int) -> dict[str, Calls]:
         codes, spec = _quantised(x, a), f"{a} @ {b}{how} -> bfloat16"
         found[name] = [partial(ops.scaled_mm, *codes, *_quantised(w, b), spec) for w in weights]
     packed = [_quantised(w, "float8_128x128") for w in weights]
+    if folder is not None:
+        codes = _quantised(x, "float8_1x128")[:2]
+        found["DeepGEMM"] = [partial(peers.deep_gemm, folder, codes, each[:2]) for each in packed]
+        wanted = found["1x128 · 128x128"][0]().float()
+        if (found["DeepGEMM"][0]().float() - wanted).norm() > 0.01 * wanted.norm():
+            raise RuntimeError("DeepGEMM's result is not fp4compile's")
     found["block"] = [partial(_layer, x, *each) for each in packed]
     only = "plain @ float8_128x128 -> bfloat16"
     found["weights only"] = [partial(ops.scaled_mm, x, None, None, *each, only) for each in packed]

@@ -4,19 +4,21 @@ Weight-only (bf16 activations) and W4A4 ("w4a4": activations quantised and expan
 as a compiled graph has it; "w4a4 product": without that kernel). Weights are rotated, so that the L2 cache does not
 hold them; every call sequence is one CUDA graph, those of one shape are replayed in turns, and the medians are
 compared. torchao is measured at the square shape with the fewest and the most rows (compiling it for each takes
-minutes), and left out where it is not installed. A second table is of products that share their activations, each
+minutes), and left out where it is not installed. --peers adds Marlin, with the same weights, and Machete, with INT4
+weights in groups of 128 (`benchmarks.peers`). A second table is of products that share their activations, each
 launched apart and all in one launch, as a compiled graph has them.
 
-    python -m benchmarks.linear [--rows 1 4 16 64 8192] [--shapes 8192x8192] [--out FILE]
+    python -m benchmarks.linear [--rows 1 4 16 64 8192] [--shapes 8192x8192] [--peers PEERS] [--out FILE]
 """
 
 import itertools
 from functools import partial
+from pathlib import Path
 
 import torch
 
 import fp4compile.ops.quantize  # noqa: F401
-from benchmarks import common
+from benchmarks import common, peers
 from benchmarks.common import graph_times, random
 
 # N, K: a square, and the projections of Llama-3-8B and -70B.
@@ -31,20 +33,25 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 8192])
     parser.add_argument("--shapes", nargs="+", help="N x K; by default SHAPES, the first alone for over 1024 rows")
+    parser.add_argument("--peers", type=Path, help="the folder of `benchmarks.peers`")
     parser.add_argument("--replays", type=int, default=9)
     args = parser.parse_args()
+    candidates = CANDIDATES if args.peers is None else CANDIDATES | {
+        "marlin": partial(_marlin, args.peers), "machete": partial(_machete, args.peers),
+    }  # fmt: skip
     rows = []
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes or ()] or SHAPES
     for (n, k), m in itertools.product(shapes, args.rows):
         if m > 1024 and (n, k) != SHAPES[0] and not args.shapes:
             continue
-        calls = {name: made for name, make in CANDIDATES.items() if (made := make(m, n, k))}
+        calls = {name: made for name, make in candidates.items() if (made := make(m, n, k))}
         measured = dict(zip(calls, graph_times(calls.values(), args.replays), strict=True))
-        times = {name: measured.get(name) for name in CANDIDATES}
+        times = {name: measured.get(name) for name in candidates}
         ratios = {f"{name} x": times["bf16"] / times[name] for name in ("weight-only", "w4a4")}
         rows.append({"shape": f"{m}x{n}x{k}", **times, **ratios})
     together = [_together(name, m, args.replays) for name in TOGETHER for m in args.rows if m <= 8]
-    settings = {"rows": args.rows, "replays": args.replays, "unit": "us"}
+    settings = {"rows": args.rows, "replays": args.replays, "unit": "us",
+                "peers": args.peers and peers.VERSION}  # fmt: skip
     common.publish_parts(args, settings, {"rows": rows, "together": together})
 
 
@@ -66,9 +73,12 @@ def _together(name: str, m: int, replays: int) -> dict:
     return {"products": name, "M": m, "apart us": times[0], "in one launch us": times[1]}
 
 
+def _copies(weight_bytes: float) -> int:
+    return min(max(3, int(ROTATED_BYTES / weight_bytes)), 64)
+
+
 def _weights(n: int, k: int, weight_bytes: float):
-    copies = min(max(3, int(ROTATED_BYTES / weight_bytes)), 64)
-    return [random(n, k) for _ in range(copies)]
+    return [random(n, k) for _ in range(_copies(weight_bytes))]
 
 
 def _bf16(m, n, k):
@@ -130,6 +140,21 @@ def _torchao(m, n, k):
             return layer(x)
 
     return [lambda layer=layer: call(layer) for layer in layers]
+
+
+def _marlin(folder, m, n, k):
+    x, weights = random(m, k), _packed(n, k)
+    calls = [partial(peers.marlin(folder, *w), x) for w in weights]
+    wanted = torch.ops.fp4compile.scaled_mm(x, None, None, *weights[0], WEIGHT_ONLY).float()
+    error = (calls[0]().float() - wanted).norm() / wanted.norm()
+    if error > 0.01:
+        raise RuntimeError(f"Marlin's result is {error:.3f} of its norm from fp4compile's: other weights")
+    return calls
+
+
+def _machete(folder, m, n, k):
+    x = random(m, k)
+    return [partial(peers.machete(folder, n, k), x) for _ in range(_copies(0.5156 * n * k))]
 
 
 CANDIDATES = {"bf16": _bf16, "torchao weight-only": _torchao, "weight-only": _weight_only, "w4a4": _w4a4,
