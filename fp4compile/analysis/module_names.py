@@ -15,6 +15,8 @@ from torch import nn
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _GETATTR = re.compile(r",\s'([^']+)'\)")
 _CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
+# peft's X-LoRA sets a layer's `forward` to a method of an object that holds the layer.
+REBOUND = re.compile(r"\.forward\.__self__\.target\b")
 
 # Attributes in which wrappers hold the wrapped module. docs/adapters.md has the libraries and versions.
 _SEGMENTS = {
@@ -37,6 +39,12 @@ _ATTRIBUTES = {
     ("peft.peft_model", "PeftModel"): "base_model",
     ("peft.mixed_model", "PeftMixedModel"): "base_model",
     ("peft.tuners.tuners_utils", "BaseTuner"): "model",
+    ("peft.tuners.xlora.model", "XLoraModel"): "lora_model",
+}
+# The modules that peft adds to a whole model: the wrapper class, and the attribute.
+_ADDED = {
+    ("peft.peft_model", "PeftModel"): "prompt_encoder",
+    ("peft.tuners.xlora.model", "XLoraModel"): "internal_xlora_classifier",
 }
 _TUNER_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _ORIGINAL = re.compile(r"original\d*")
@@ -50,7 +58,7 @@ class Named:
     """A module or parameter by its path.
 
     path: the full name. kept: for each segment of the path, whether it is in the own name. part: ADAPTER for a module
-    that peft added to a layer, TRAINED_COPY for a copy under `modules_to_save`; else None.
+    that peft added to a layer or a model, TRAINED_COPY for a copy under `modules_to_save`; else None.
     """
 
     path: str = ""
@@ -83,6 +91,8 @@ class Named:
             kept = self.path.split(".")[-2] != "parametrizations"
         elif holder is not None and "base_layer" in holder._modules and segment != "base_layer":
             part = part or (ADAPTER if _TUNER_LAYER in _ancestry(type(holder)) else None)
+        elif holder is not None and segment in _added_by(type(holder)):
+            part = part or ADAPTER
         return Named(f"{self.path}.{segment}" if self.kept else segment, (*self.kept, kept), part)
 
 
@@ -95,6 +105,12 @@ def _ancestry(kind: type) -> frozenset[tuple[str, str]]:
 def _wrapped_by(kind: type) -> frozenset[str]:
     """The attributes of a class that hold the module that it wraps."""
     return frozenset(child for wrapper, child in _ATTRIBUTES.items() if wrapper in _ancestry(kind))
+
+
+@functools.cache
+def _added_by(kind: type) -> frozenset[str]:
+    """The attributes of a class of peft that hold modules of its own beside the model that it wraps."""
+    return frozenset(child for wrapper, child in _ADDED.items() if wrapper in _ancestry(kind))
 
 
 def walk(module: nn.Module, named: Named | None = None) -> Iterator[tuple[Named, nn.Module]]:
@@ -159,6 +175,7 @@ def clean_name(path: str) -> str:
     Dynamo's text for a model that a function closes over is "getattr(G['model'].layers, '0').mlp", and
     "L['fn'].__closure__[0].cell_contents.mlp" where the function is passed to another one, such as `torch.func.grad`.
     """
+    path = REBOUND.sub("", path)
     path = _CELL.sub("", _GETATTR.sub(r".\1", path.replace("getattr(", "")))
     _, bracket, rest = path.rpartition("']")
     path = rest.lstrip(".") if bracket else path

@@ -22,7 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from fp4compile.analysis.gemm import Input, Shard
-from fp4compile.analysis.module_names import ADAPTER, Named, block_of, clean_name, module_name, named_tensors, walk
+from fp4compile.analysis.module_names import (
+    ADAPTER,
+    REBOUND,
+    Named,
+    block_of,
+    clean_name,
+    module_name,
+    named_tensors,
+    walk,
+)
 from fp4compile.analysis.plan import named_as_head
 from fp4compile.report.report import Row, is_below
 
@@ -288,7 +297,7 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Origin | None:
 
     "L['self']._modules['layers']._modules['0']._parameters['weight']" names "layers.0.weight" below "L['self']".
     """
-    text = _DICT_STEP.sub(r".\1", text)
+    text = _DICT_STEP.sub(r".\1", REBOUND.sub("", text))
     start = _ROOT.match(text)
     steps = list(_STEP.finditer(text, start.end())) if start else []
     if start is None or "".join(step.group() for step in steps) != text[start.end() :]:

@@ -258,3 +258,45 @@ def test_a_packed_model_without_parameters_takes_adapters():
     fp4compile.pack_(model, {"recipe": "mxfp8", "skip_lm_head": False})
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
     assert len(trainable(adapted)) == 2 and not hasattr(model, "hf_device_map")
+
+
+@pytest.mark.parametrize("kind", ({"peft_type": "P_TUNING"}, {"peft_type": "PREFIX_TUNING", "prefix_projection": True}),
+                         ids=("p-tuning", "prefix tuning"))  # fmt: skip
+def test_an_encoder_of_prompts_is_an_adapter(kind, moe):
+    config = peft.get_peft_config(
+        {"task_type": "CAUSAL_LM", "num_virtual_tokens": 32, "encoder_hidden_size": 64, "num_layers": 1} | kind
+    )
+    model = peft.get_peft_model(copy.deepcopy(moe), config).requires_grad_(False).train()
+    for report in (fp4compile.explain(model, input_ids=IDS, recipe="mxfp8"), fp4compile.pack_(model, "mxfp8")):
+        reasons = {row.reason for row in report.rows if "prompt_encoder" in row.module and row.product == "fprop"}
+        assert reasons == {ADAPTER} and any(row.reason is None for row in report.rows)
+
+
+def x_lora(base: nn.Module, folder) -> nn.Module:
+    """A model with X-LoRA of one adapter."""
+    adapted = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    adapted.save_pretrained(folder)
+    model = copy.deepcopy(base)
+    model.config.use_cache = False
+    torch.manual_seed(1)
+    config = {"hidden_size": 64, "xlora_depth": 2, "xlora_size": 32, "adapters": {"0": str(folder)}}
+    return peft.get_peft_model(model, peft.XLoraConfig(task_type="CAUSAL_LM", **config)).eval()
+
+
+def test_x_lora(moe, tmp_path):
+    base = copy.deepcopy(moe)
+    fp4compile.pack_(base, RULES)
+    before, after = x_lora(base, tmp_path), x_lora(moe, tmp_path).requires_grad_(False)
+    fp4compile.pack_(after, RULES)
+    after.base_model.internal_xlora_classifier.requires_grad_(True)
+    assert packed(before) == packed(after) and any("v_proj" in name for name in packed(after))
+    assert not any("q_proj" in name or "classifier" in name for name in packed(after))
+    assert_equal_steps(before, after)
+
+
+def test_rules_match_layers_of_x_lora(moe, tmp_path):
+    report = fp4compile.explain(x_lora(moe, tmp_path), input_ids=IDS, recipe=RULES)
+    found = {row.module: row for row in report.rows if row.product == "fprop"}
+    layer = "model.layers.0.self_attn"
+    assert found[f"{layer}.q_proj"].reason == "rule '*q_proj'" and found[f"{layer}.v_proj"].right == "nvfp4"
+    assert {row.reason for name, row in found.items() if "classifier" in name} == {ADAPTER}
