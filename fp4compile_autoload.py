@@ -184,6 +184,28 @@ def _device_of_packed(model: Any) -> Any:
     return next((buffer.device for name, buffer in model.named_buffers() if name.endswith("weight_data")), None)
 
 
+def _prompt_packed(module: ModuleType) -> None:
+    """Let adaption prompts wrap packed attention, of which peft reads a parameter's device; tried with peft 0.21."""
+    wrapper = module._BaseAdaptedAttention
+    init = wrapper.__init__
+
+    @functools.wraps(init)
+    def initialise(self: Any, model_type: Any, adapter_len: int, model: Any, *args: Any, **kwargs: Any) -> None:
+        device = _device_of_packed(model)
+        if device is None:
+            init(self, model_type, adapter_len, model, *args, **kwargs)
+            return
+        import torch
+
+        model.register_parameter("_of_device", torch.nn.Parameter(torch.empty(0, device=device)))
+        try:
+            init(self, model_type, adapter_len, model, *args, **kwargs)
+        finally:
+            del model._of_device
+
+    wrapper.__init__ = initialise
+
+
 def _adapt_packed(module: ModuleType) -> None:
     """Let adapters of `target_parameters` add to packed experts, which peft would parametrise; tried with peft 0.21."""
     wrapper = module.ParamWrapper
@@ -243,6 +265,7 @@ _WATCHED: dict[str, Callable[[ModuleType], None]] = {
     "transformers.modeling_utils": _save_packed_parts,
     **dict.fromkeys(_UNAWARE, _warn_when_saved),
     "peft.tuners.tuners_utils": _inject_into_packed,
+    "peft.tuners.adaption_prompt.layer": _prompt_packed,
     "peft.tuners.lora.layer": _adapt_packed,
     "peft.tuners.ln_tuning.layer": _tune_trained,
     "peft.utils.other": _save_trained,

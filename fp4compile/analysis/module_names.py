@@ -40,11 +40,14 @@ _ATTRIBUTES = {
     ("peft.mixed_model", "PeftMixedModel"): "base_model",
     ("peft.tuners.tuners_utils", "BaseTuner"): "model",
     ("peft.tuners.xlora.model", "XLoraModel"): "lora_model",
+    ("peft.tuners.adaption_prompt.model", "AdaptionPromptModel"): "model",
+    ("peft.tuners.adaption_prompt.layer", "_BaseAdaptedAttention"): "model",
 }
-# The modules that peft adds to a whole model: the wrapper class, and the attribute.
+# What peft adds beside a module that it wraps: the wrapper class, and the attribute.
 _ADDED = {
     ("peft.peft_model", "PeftModel"): "prompt_encoder",
     ("peft.tuners.xlora.model", "XLoraModel"): "internal_xlora_classifier",
+    ("peft.tuners.adaption_prompt.layer", "_BaseAdaptedAttention"): "adaption_prompt",
 }
 _TUNER_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _ORIGINAL = re.compile(r"original\d*")
@@ -109,7 +112,7 @@ def _wrapped_by(kind: type) -> frozenset[str]:
 
 @functools.cache
 def _added_by(kind: type) -> frozenset[str]:
-    """The attributes of a class of peft that hold modules of its own beside the model that it wraps."""
+    """The attributes of a class of peft that hold what it adds beside the module that it wraps."""
     return frozenset(child for wrapper, child in _ADDED.items() if wrapper in _ancestry(kind))
 
 

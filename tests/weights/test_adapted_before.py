@@ -300,3 +300,29 @@ def test_rules_match_layers_of_x_lora(moe, tmp_path):
     layer = "model.layers.0.self_attn"
     assert found[f"{layer}.q_proj"].reason == "rule '*q_proj'" and found[f"{layer}.v_proj"].right == "nvfp4"
     assert {row.reason for name, row in found.items() if "classifier" in name} == {ADAPTER}
+
+
+def test_adaption_prompts(recwarn):
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
+    )
+    torch.manual_seed(0)
+    base, models = transformers.LlamaForCausalLM(config).eval(), []
+    for packed_first in (True, False):
+        model = copy.deepcopy(base)
+        if packed_first:
+            fp4compile.pack_(model, "mxfp8")
+        options = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, options).eval()
+        if not packed_first:
+            fp4compile.pack_(model, "mxfp8")
+        with torch.no_grad():
+            model.get_submodule("base_model.model.model.layers.1.self_attn").adaption_gate.fill_(0.5)
+        models.append(model)
+    assert packed(models[0]) == packed(models[1]) and len(trainable(models[0])) == 2
+    assert_equal_steps(*models)
+    adapted = peft.get_peft_model(copy.deepcopy(base), options)
+    fp4compile.pack_(adapted, {"recipe": "mxfp8", "rules": [["model.layers.*.self_attn.q_proj", "skip"]]})
+    assert packed(adapted) == {name for name in packed(models[0]) if not name.endswith("q_proj")}
+    assert not any("count as trained" in str(warning.message) for warning in recwarn)
