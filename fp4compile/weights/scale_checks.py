@@ -23,9 +23,14 @@ _IN_RANGE = 15.0
 
 
 def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError for scales that no finite weight can have. buffers: by full name."""
+    """Raise ValueError for scales that no finite weight can have.
+
+    buffers: by full name. Those on the meta device, as of `from_pretrained(..., device_map="meta")`, have no values.
+    """
     for name, tensor in buffers.items():
         buffer = name.rpartition(".")[2]
+        if tensor.is_meta:
+            continue
         if buffer == "weight_scales":
             check_block_scales(name, tensor)
         elif buffer == "weight_outer":

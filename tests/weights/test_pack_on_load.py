@@ -264,6 +264,19 @@ def test_packed_weights_on_disk(tmp_path):
         read(tmp_path / "packed", offload_buffers=True, **options)
 
 
+@pytest.mark.parametrize("recipe", ("nvfp4", "mxfp8", "float8_rowwise", "float8_block"))
+@pytest.mark.parametrize("make", (llama, mixtral))
+def test_packed_weights_on_meta(make, recipe, tmp_path):
+    """A model without values, as programs make it that plan memory or assign tensors later."""
+    model = make()
+    fp4compile.pack_(model, recipe)
+    model.save_pretrained(tmp_path)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map="meta")
+    assert all(tensor.is_meta for tensor in (*read.parameters(), *read.buffers()))
+    read.load_state_dict(model.state_dict(), assign=True)
+    same(read, model)
+
+
 def test_a_recipe_beside_a_folder_that_says_how_its_layers_multiply_is_refused(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "plain")
