@@ -166,6 +166,16 @@ def test_loaders_give_equal_bits(saved, loader):
     assert torch.equal(logits(LOADERS[loader](saved)), saved.logits)
 
 
+@pytest.mark.parametrize("meta", (False, True))
+def test_layers_that_stay_on_disk(saved, meta, tmp_path):
+    """With `offload_buffers=True`: without it, accelerate loads no buffers of modules on disk, of any model."""
+    model, places = skeleton(saved, meta=meta), {"model": "disk", "lm_head": "cpu"}
+    model = accelerate.load_checkpoint_and_dispatch(
+        model, str(saved.root / "pretrained"), device_map=places, offload_folder=tmp_path, offload_buffers=True
+    )
+    assert torch.equal(logits(model), saved.logits)
+
+
 # ---------------------------------------------------------------- refused
 
 
