@@ -24,7 +24,7 @@ Codes = tuple[torch.Tensor, torch.Tensor]  # and their scales
 def _vllm(folder: Path) -> tuple[Any, Any]:
     """(vLLM's ops, its numbers of element types)."""
     torch.ops.load_library(folder / "vllm/_C.abi3.so")
-    sys.path.insert(0, str(folder / "vllm"))
+    _import_from(folder / "vllm")
     from scalar_type import scalar_types
 
     return torch.ops._C, scalar_types
@@ -61,7 +61,7 @@ def machete(folder: Path, n: int, k: int) -> Call:
 
 def deep_gemm(folder: Path, a: Codes, b: Codes) -> torch.Tensor:
     """DeepGEMM's product of FP8 codes with float32 scales of blocks, 1x128 of `a` and 128x128 of `b`."""
-    _import_from(folder)
+    _import_from(folder / "vllm/third_party")
     import deep_gemm
 
     out = a[0].new_empty((len(a[0]), len(b[0])), dtype=torch.bfloat16)
@@ -69,15 +69,21 @@ def deep_gemm(folder: Path, a: Codes, b: Codes) -> torch.Tensor:
     return out
 
 
-def _import_from(folder: Path) -> None:
-    path = str(folder / "vllm/third_party")
-    if path not in sys.path:
-        sys.path.insert(0, path)
+def _import_from(path: Path) -> None:
+    if str(path) not in sys.path:
+        sys.path.insert(0, str(path))
+
+
+def check(peer: str, result: torch.Tensor, ours: torch.Tensor) -> None:
+    """Raise RuntimeError if the result of a peer that reads the same numbers is not this package's within 1 %."""
+    error = (result.float() - ours.float()).norm() / ours.float().norm()
+    if not error < 0.01:
+        raise RuntimeError(f"{peer}'s result differs from fp4compile's by {error:.3f} of its norm")
 
 
 def gpt_oss_experts(folder: Path, router: torch.nn.Module, experts: int, hidden: int, top: int) -> Call:
     """triton_kernels' MLP of gpt-oss: `top` experts a token, chosen by `router`, with random MXFP4 codes."""
-    _import_from(folder)
+    _import_from(folder / "vllm/third_party")
     import triton_kernels.matmul_ogs_details.opt_flags as opt_flags
     from triton_kernels.matmul_ogs import (
         FlexCtx,

@@ -113,9 +113,10 @@ def define_kernels_once() -> None:
     """Make Inductor define one kernel for launches of this package's kernels that differ in sizes alone.
 
     Replaces `PythonWrapperCodegen.define_user_defined_triton_kernel`; seen working with torch 2.11, 2.13 and 2.15. The
-    original defines a kernel anew for other values of its arguments if it comes with configurations: which of several
-    is fastest may depend on sizes. This package's kernels have one configuration, in which a number is nothing but its
-    kind (`_of_same_kind`). A forward and a backward graph of Llama in nvfp4_train had 57 definitions, where 25 do.
+    original defines a kernel with configurations anew for other values of its arguments, because sizes may decide which
+    configuration is the fastest. This package's kernels have one configuration, so a definition serves all sizes for
+    which Triton compiles the same code (`_of_same_kind`). The forward and the backward graph of a Llama in nvfp4_train
+    had 57 definitions; they have 25 now.
     """
     define = PythonWrapperCodegen.define_user_defined_triton_kernel
 
@@ -130,9 +131,10 @@ def define_kernels_once() -> None:
 
 
 def _of_same_kind(value: Any) -> Any:
-    """A number that Triton compiles the same code for: of all such integers above 1 the same one.
+    """An integer above 1 that stands for all for which Triton compiles the same code as for `value`.
 
-    Triton asks whether an argument is 1, whether it is a multiple of 16, and whether it needs more than 32 bits.
+    Triton asks whether an argument is 1, whether it is a multiple of 16, and whether it needs more than 32 bits. Other
+    values, such as tensors, symbolic sizes and numbers up to 1, are returned unchanged.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value <= 1:
         return value

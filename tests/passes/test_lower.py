@@ -315,15 +315,11 @@ def analysed(kernel, arguments, constants):
 
 
 # Constants that may decide what a kernel writes.
-TRAITS = ("GROUP_SIZE", "COUNT", "A_CODES", "OUTER", "AMAX", "OF", "PARTIAL", "ALONG_ROWS",
-          "ALONG_COLUMNS", "ALONG_K", "TRANSFORM", "SQUARE", "CODES", "PAIR")  # fmt: skip
-CODES = {"data_ptr", "columns_ptr"}
-READ = {"x_ptr", "operand_1_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr", "offs_ptr"}
-# Where torch's analysis fails, it takes all arguments for written, copies them, and may not order them.
-FAILED = "assuming every input is mutated"
+TRAITS = ("EPILOGUE", "GROUP_SIZE", "COUNT", "GROUPS", "A_CODES", "SCALE", "OUTER", "AMAX", "OF", "PARTIAL", "SWIZZLED",
+          "ALONG_ROWS", "ALONG_COLUMNS", "ALONG_K", "TRANSFORM", "SQUARE", "CODES", "PAIR")  # fmt: skip
 
 
-def test_kernels_write_what_they_say(monkeypatch, caplog):
+def test_kernels_write_what_they_say(monkeypatch):
     """By launches of the tables of `check`, and values in the place of codes; of each trait."""
     said = set()
     few = [MatmulCase(a, "float8_128x128", 32, kernel="float8_" + kind) for a, kind in (
@@ -336,23 +332,15 @@ def test_kernels_write_what_they_say(monkeypatch, caplog):
             made += [launch for one in (*ALL_CONFIGURATIONS, *MORE_CONFIGURATIONS) for launch in one.launches(sm)]
         for launch in [*made, *(launches() if sm == 90 else ())]:
             kernel, dtypes = launch.kernel, dtypes_of(launch)
-            traits = [launch.constants.get(name) for name in TRAITS]
-            traits += launch.constants.get("EPILOGUE", "").split(" | ")[3:]  # what becomes of the result
-            scale = launch.constants.get("SCALE")
-            traits += [
-                launch.constants.get("GROUPS", 0) > 0,
-                scale if "inexact_ptr" in launch.args else scale == "none",
-            ]
-            traits += [name for name, value in launch.args.items() if value is None and name.startswith("stored")]
-            traits += [name for name, dtype in dtypes.items() if name in CODES and dtype.is_floating_point]
-            by_gpu = kernel.__name__.startswith(("gem", "quantize_columns"))  # whose writes may depend on it
-            key = by_gpu and sm >= 100, kernel.__name__, *map(str, traits)
-            if key not in said and not kernel.is_gluon():  # those run behind an op
+            traits = [str(launch.constants.get(name)) for name in TRAITS]
+            absent = tuple(name for name, value in launch.args.items() if value is None)
+            gpu = sm if kernel.__name__.startswith("gem") else kernel.__name__ == "quantize_columns" and sm >= 100
+            key = kernel.__name__, str(traits), absent, str(dtypes.get("data_ptr")), str(dtypes.get("columns_ptr"))
+            if (gpu, *key) not in said and not kernel.is_gluon():  # Gluon's kernels run behind an op
                 arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
                 found = analysed(kernel, arguments, launch.constants)
-                assert found and not found & READ, key
                 assert kernel.written(arguments | launch.constants) == found, key
-                said.add(key)
+                said.add((gpu, *key))
     assert {name for _, name, *_ in said} == {
         "gemv", "gemm_skinny", "gemm_skinny_block_scaled_sm100", "gemm_wgmma_sm90", "split_k_reduction", "gemm_grouped",
         "gemm_dequant_tiles", "gemm_float8_tiles", "gemm_block_scaled_sm100", "dequant_operand", "write_table",
@@ -360,7 +348,65 @@ def test_kernels_write_what_they_say(monkeypatch, caplog):
         "quantize_rows", "quantize_whole_rows", "quantize_columns", "quantize_squares", "quantize_both",
         "dequantize_rows", "sweep_scales",
     }  # fmt: skip
-    assert FAILED not in caplog.text
+
+
+def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
+    """Where its analysis of a kernel fails it takes all arguments for written, copies them, and may not order them."""
+    monkeypatch.setattr(driver, "_active", NoGpu(90))
+    kernels, fake_quantised = set(), 0
+    for launch in launches():
+        dtypes = dtypes_of(launch)
+        arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
+        constants = kernel_side_table.add_constant_args(launch.constants)
+        kernel = kernel_side_table.add_kernel(launch.kernel)
+        written = set(get_mutated_tensors(kernel, constants, arguments, {}))
+        if launch.kernel.__name__ not in kernels:  # and no number changes it
+            ones = {name: 1 if isinstance(value, int) else value for name, value in arguments.items()}
+            assert set(get_mutated_tensors(kernel, constants, ones, {})) == written, launch.kernel.__name__
+        read = {"x_ptr", "operand_1_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr", "offs_ptr"}
+        assert written and not written & read, launch.kernel.__name__
+        if launch.kernel.__name__ in ("swizzle_a_sm90", "swizzle_codes_sm90", "gemm_wgmma_sm90"):
+            assert written == {"out_ptr" if launch.kernel.__name__ == "gemm_wgmma_sm90" else "swizzled_a_ptr"}
+        if launch.kernel.__name__ in ("gemv", "gemm_skinny"):
+            outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
+            table = {"table_ptr"} if launch.constants.get("COUNT") else set()  # of experts
+            assert written == table | set(outs[: launch.constants["GROUP_SIZE"]])
+        if launch.kernel.__name__ == "sweep_scales":
+            assert written == {"data_ptr", "scales_ptr"}
+        if dtypes.get("data_ptr") == torch.float16:
+            fake_quantised += 1
+            assert written == {"data_ptr", "outer_ptr"}
+        kernels.add(launch.kernel.__name__)
+    assert kernels >= {"sweep_scales", "columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
+                       "gemm_skinny", "swizzle_a_sm90", "swizzle_codes_sm90", "gemm_wgmma_sm90", "split_k_reduction",
+                       "gemm_dequant_tiles", "tensor_amax", "gemm_grouped"}  # fmt: skip
+    assert fake_quantised == 2
+    assert "assuming every input is mutated" not in caplog.text
+
+
+def test_inductor_knows_what_products_of_sm100_write(monkeypatch, caplog):
+    """Results, amaxes, sums of parts, and tables of tiles; for each kernel and each end of its epilogue."""
+    monkeypatch.setattr(driver, "_active", NoGpu(100))
+    found = {}
+    for product in PRODUCTS_OF_GATE:
+        for launch in product.launches(100)[1]:
+            name, text = launch.kernel.__name__, launch.constants.get("EPILOGUE", "")
+            of_groups = launch.constants.get("GROUPS", 0) > 0
+            of_skinny = launch.constants.get("GROUP_SIZE", 1), launch.constants.get("COUNT", 0) > 0
+            key = name, of_groups, of_skinny, launch.constants.get("PAIR"), "amax" in text, text.count(" | ")
+            if key not in found and launch.num_ctas == 1:
+                kernel = kernel_side_table.add_kernel(launch.kernel)
+                constants, arguments = kernel_side_table.add_constant_args(launch.constants), dict(launch.args)
+                found[key] = set(get_mutated_tensors(kernel, constants, arguments, {}))
+    native = {("gemm_block_scaled_sm100", False), ("gemm_block_scaled_sm100", True)}
+    assert {key[:2] for key in found} >= native | {("gemm_skinny_block_scaled_sm100", False)}
+    for key, written in found.items():
+        name, of_groups, (products, of_experts), _, amax, parts = key
+        results = {*("out_ptr", "out_1_ptr", "out_2_ptr")[:products]}
+        results |= {"out_scales_ptr"} if amax or parts == 3 else set()
+        table = {"table_ptr"} if of_experts or (of_groups and name.endswith("_sm100")) else set()
+        assert written == results | table, key
+    assert "assuming every input is mutated" not in caplog.text
 
 
 @triton.jit
@@ -398,15 +444,18 @@ def test_torch_asks_kernels_what_they_write(monkeypatch):
     monkeypatch.setattr(driver, "_active", NoGpu(90))
     _inductor_patches.declare_writes()
 
-    def written(kernel, constants, arguments):
-        constants = kernel_side_table.add_constant_args(constants)
-        tuned = triton.autotune([triton.Config({}, num_warps=4)], key=[])(kernel)  # as torch does
+    def written(dtype, dim):
+        x = torch.empty(1024, 512, dtype=dtype, device="meta")
+        with dry_run(Target(90)) as found:
+            quantize(x, formats.get("mxfp8"), dim=dim, layout="swizzled")
+        (launch,) = found
+        arguments = {k: torch.empty(2, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
+                     for k, v in launch.args.items()}  # fmt: skip
+        constants = kernel_side_table.add_constant_args(launch.constants)
+        tuned = triton.autotune([triton.Config({}, num_warps=4)], key=[])(launch.kernel)  # as torch does
         return sorted(get_mutated_tensors(kernel_side_table.add_kernel(tuned), constants, arguments, {}))
 
-    x = torch.empty(1024, 512, dtype=torch.bfloat16, device="meta")
-    with dry_run(Target(90)) as found:
-        quantize(x, formats.get("mxfp8"), dim=-2, layout="swizzled")
-    arguments = {k: torch.empty(2, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
-                 for k, v in found[0].args.items()}  # fmt: skip
-    assert written(found[0].kernel, found[0].constants, arguments) == ["column_scales_ptr", "columns_ptr"]
+    for dtype in (torch.bfloat16, torch.float32):
+        assert written(dtype, -2) == ["column_scales_ptr", "columns_ptr"]
+        assert written(dtype, -1) == ["data_ptr", "scales_ptr"]
     assert not made

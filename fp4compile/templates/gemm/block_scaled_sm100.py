@@ -115,9 +115,8 @@ from fp4compile.templates.quantize.source import power_of_two
 from fp4compile.templates.writes import of, writes
 
 
-@writes(
-    "out_ptr", table_ptr=of("GROUPS"), out_scales_ptr=lambda arguments: arguments["EPILOGUE"].count(" | ") == 3
-)  # the block scales of a result that is quantised, or its partial maxima
+# out_scales_ptr gets the block scales of a quantised result, or the maxima of a result whose amax is found.
+@writes("out_ptr", table_ptr=of("GROUPS"), out_scales_ptr=lambda arguments: arguments["EPILOGUE"].count(" | ") == 3)
 @triton.jit
 def gemm_block_scaled_sm100(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, out_scales_ptr,
